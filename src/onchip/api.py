@@ -1,0 +1,247 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import autograd, problem as problems, select
+from onchip.autograd import Call
+from onchip.inputs import Rotary, cache_layout, varlen_layout
+from onchip.layout import Cache, Layout
+from onchip.mask import Mask
+from onchip.problem import Operands, check_types
+from onchip.score import Score
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    backend: str | None = None,
+    deterministic: bool = True,
+) -> Result:
+    """Exact softmax attention in O(N) memory.
+
+    >>> out = attention(q, k, v, mask=causal())
+
+    Shapes: q (batch, seqlen_q, heads_q, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k, dim_v);
+    heads_q a multiple of heads_k. ``layout="bhsd"``: heads before seqlen. Any strides. dtype float16, bfloat16,
+    float32 or float64, the same for all.
+    mask, score: see `onchip.masks` and `Score`. scale: 1/sqrt(dim) by default. dropout: probability in [0, 1] on the
+    softmax weights; the same seed gives the same bits on every backend, None draws one from torch's generator.
+    backend: None for the first that serves the problem, or a name. deterministic: the same inputs give the same bits.
+
+    Returns out, shaped as q with dim_v; with return_lse also lse (batch, heads_q, seqlen_q), the natural log of the
+    softmax's denominator in float32 (float64 for float64). A query that sees no key has out 0 and lse -inf.
+    Differentiable in q, k, v, the score's bias, alibi and sink, through out and lse.
+
+    Raises ValueError or TypeError naming the argument that does not fit, NotImplementedError where no backend, or
+    not the named one, serves the problem.
+    """
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout: got {layout!r}, expected 'bshd' or 'bhsd'")
+    q, k, v = _cast(q, k, v)
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
+    place = problems.dense_layout(q, k, v)
+    out, lse = _run(
+        q, k, v, place, "dense", mask, score, backend, seed, scale=scale, dropout=dropout, deterministic=deterministic
+    )
+    out = out.transpose(1, 2) if layout == "bhsd" else out
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    deterministic: bool = True,
+) -> Result:
+    """`attention` over sequences of different lengths, packed without padding.
+
+    Shapes: q (total_q, heads_q, dim), k (total_k, heads_k, dim), v (total_k, heads_k, dim_v). Sequence b is rows
+    cu_seqlens[b] up to cu_seqlens[b + 1]; int32 or int64, (sequences + 1,), from 0 to the total. seqused (sequences,):
+    only so many rows of each count; the others of q get out 0, of k are ignored whatever they hold. max_seqlen: the
+    longest length that the caller expects, an int or 0-d tensor; a longer sequence is an error.
+    Masks and scores count q and k from the start of their own sequence, and take sequences for batch.
+
+    Returns out (total_q, heads_q, dim_v) and, with return_lse, lse (heads_q, total_q). Otherwise as `attention`.
+    """
+    q, k, v = _cast(q, k, v)
+    place = varlen_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    out, lse = _run(
+        q, k, v, place, "varlen", mask, score, backend, seed, scale=scale, dropout=dropout, deterministic=deterministic
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: int | Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    rotary: Rotary | None = None,
+    num_splits: int = 0,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Result:
+    """Attention of new queries over a cache of keys and values, which new ones may first be appended to, in place.
+
+    Shapes: q (batch, seqlen_q, heads_q, dim); k_cache (rows, capacity, heads_k, dim) and v_cache (..., dim_v), where
+    sequence b uses row b or cache_batch_idx[b]; or, with page_table (batch, pages) int32 or int64, pages
+    (num_pages, page_size, heads_k, dim) of any size. cache_seqlens: an int or (batch,), the slots in use before the
+    append. k, v (batch, seqlen_new, heads_k, dim | dim_v): written to the slots after them. cache_leftpad (batch,):
+    the first slot in use, which is key 0. Slots not in use may hold anything.
+    rotary turns k and q before use: key i of a sequence stands at position i, the last query at the last key.
+    mask: None shows every key in use; `causal()` is what decoding and chunked prefill want. num_splits: a hint to
+    split the keys of one query over workers, 0 = automatic.
+
+    Returns out (batch, seqlen_q, heads_q, dim_v) and, with return_lse, lse (batch, heads_q, seqlen_q).
+    Inference only: NotImplementedError where a gradient would be lost. Errors leave the cache unchanged.
+    """
+    _refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    if not isinstance(num_splits, int) or isinstance(num_splits, bool):
+        raise TypeError(f"num_splits: got {type(num_splits).__name__}, expected an int")
+    if num_splits < 0:
+        raise ValueError(f"num_splits: got {num_splits}, expected at least 0")
+    new = _check_new(q, k_cache, v_cache, k, v)
+    place = cache_layout(q, k_cache, v_cache, new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
+    kind = "cache" if page_table is None else "paged"
+    call = _call(q, k_cache, v_cache, place, kind, mask, score, backend, None, scale=scale, num_splits=num_splits)
+    lengths = torch.tensor(place.k_lens, dtype=torch.int64, device=q.device)
+    if rotary is not None:
+        q, k = _rotate(rotary, q, k, lengths)
+    if k is not None and v is not None:
+        _append(place, k_cache, v_cache, k, v, lengths - new)
+    with torch.no_grad():
+        out, lse = autograd.apply(Call(call.problem, _with_q(call.operands, q), call.backend, call.tiles))
+    return (out, lse) if return_lse else out
+
+
+def _cast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under autocast, what torch.matmul would do: floating inputs, but not float64, to the autocast dtype."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(x: Any) -> Any:
+        eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64
+        return x.to(dtype) if eligible else x
+
+    return cast(q), cast(k), cast(v)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: Layout,
+    kind: str,
+    mask: Mask | None,
+    score: Score | None,
+    backend: str | None,
+    seed: int | None,
+    **options: Any,
+) -> Call:
+    select.check_name(backend)
+    problem = problems.state(q, k, v, place, kind, mask, score, **options)
+    module = select.load(select.choose(problem, backend))
+    mask, score = check_types(mask, score)
+    operands = Operands(q, k, v, place, mask, score, problems.draw_seed(seed, problem.dropout))
+    return Call(problem, operands, module, module.tiles(problem))
+
+
+def _run(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return autograd.apply(_call(*args, **options))
+
+
+def _with_q(operands: Operands, q: Tensor) -> Operands:
+    return Operands(q, operands.k, operands.v, operands.layout, operands.mask, operands.score, operands.seed)
+
+
+def _refuse_grad(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                f"{name}: requires grad, and attention_with_cache has no backward; call it under torch.no_grad(), or "
+                "attention() for a gradient"
+            )
+
+
+def _check_new(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> int:
+    """The number of keys to append."""
+    if (k is None) != (v is None):
+        raise ValueError("k, v: got one of them, expected both or none")
+    if k is None:
+        return 0
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor (batch, seqlen_new, heads_k, dim)")
+        if x.dtype is not cache.dtype:
+            raise TypeError(f"{name}: has dtype {x.dtype}, expected {cache.dtype} as for {name}_cache")
+        if x.device != cache.device:
+            raise ValueError(f"{name}: is on {x.device}, expected {cache.device} as for {name}_cache")
+        want = (q.shape[0], k.shape[1] if k.dim() == 4 else -1, cache.shape[-2], cache.shape[-1])
+        if tuple(x.shape) != want:
+            raise ValueError(
+                f"{name}: has shape {tuple(x.shape)}, expected (batch, seqlen_new, heads_k, dim) = {want} as for q and "
+                f"{name}_cache"
+            )
+    return k.shape[1]
+
+
+def _rotate(rotary: Any, q: Tensor, k: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+    """q and k turned to their positions: the last of each stands at the last key."""
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: got {type(rotary).__name__}, expected onchip.Rotary(cos, sin)")
+    rotary.check(q.shape[-1], int(lengths.max()) - 1 if lengths.numel() else -1)
+    turned = []
+    for x in (q, k):
+        if x is None:
+            turned.append(None)
+            continue
+        positions = (lengths - x.shape[1])[:, None] + torch.arange(x.shape[1], device=x.device)
+        turned.append(rotary.rotate(x, positions.clamp(min=0)))  # queries above the first key see none
+    return turned[0], turned[1]
+
+
+def _append(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    row, slot = place.locate(torch.arange(k.shape[0], device=k.device), start, k.shape[1])
+    k_cache[row, slot] = k
+    v_cache[row, slot] = v

@@ -1,0 +1,101 @@
+"""The one autograd function: every public call goes through `apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.backends import Backend
+from onchip.problem import Operands, Problem, Saved
+from onchip.schedule import Tiles
+
+INPUTS = ("q", "k", "v", "bias", "alibi", "sink")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A problem bound to its backend; `operands` holds the tensors that get no gradient, the others come anew."""
+
+    problem: Problem
+    operands: Operands
+    backend: Backend
+    tiles: Tiles
+
+    def bind(self, inputs: tuple[Tensor | None, ...]) -> Operands:
+        q, k, v, bias, alibi, sink = inputs
+        assert q is not None and k is not None and v is not None
+        score = self.operands.score
+        if (bias, alibi, sink) != (None, None, None):
+            score = replace(score, bias=bias, alibi=alibi, sink=sink)
+        return replace(self.operands, q=q, k=k, v=v, score=score)
+
+
+def apply(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable in q, k, v, bias, alibi and sink."""
+    operands, score = call.operands, call.operands.score
+    return _Attention.apply(call, operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)  # type: ignore
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        output = call.backend.forward(call.problem, call.bind(inputs), call.tiles)
+        return output.out, output.lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        call, *tensors = inputs
+        ctx.call = call
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+        *inputs, out, lse = ctx.saved_tensors
+        needs = frozenset(name for name, need in zip(INPUTS, ctx.needs_input_grad[1:], strict=True) if need)
+        if dout is None and dlse is None:
+            return (None,) * 7
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return None, *_AttentionGrad.apply(ctx.call, needs, dout, dlse, out, lse, *inputs)  # type: ignore
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, call: Call, *inputs: Tensor | None):
+        return _one_by_one(info, in_dims, _Attention.apply, call, *inputs)
+
+
+class _AttentionGrad(torch.autograd.Function):
+    """The backward pass as a function of its own, so that differentiating it is refused in words."""
+
+    @staticmethod
+    def forward(call: Call, needs: frozenset[str], dout: Tensor, dlse: Tensor | None, out, lse, *inputs):
+        saved = Saved(out, lse, needs)
+        grads = call.backend.backward(call.problem, call.bind(inputs), saved, dout, dlse, call.tiles)
+        return tuple(getattr(grads, name) for name in INPUTS)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any):
+        raise NotImplementedError("onchip: double backward is not implemented (a gradient of attention's gradient)")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, call: Call, needs: frozenset[str], *tensors: Tensor | None):
+        return _one_by_one(info, in_dims, _AttentionGrad.apply, call, needs, *tensors)
+
+
+def _one_by_one(info: Any, in_dims: tuple, function: Callable[..., Any], *args: Any):
+    """vmap's rule: the function on every slice, stacked. A slice is a whole problem, so nothing is lost to it."""
+    results = []
+    for i in range(info.batch_size):
+        own = (x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
+        results.append(function(*own))
+    columns = list(zip(*results, strict=True))
+    outputs = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+    return outputs, tuple(None if output is None else 0 for output in outputs)

@@ -1,0 +1,199 @@
+"""Reading a call's lengths: varlen boundaries, cache lengths, pages; every error of theirs is raised here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.layout import Cache, Varlen
+from onchip.problem import check_tensors
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary position embedding: cos and sin (positions, rotary_dim / 2), of the first rotary_dim of dim.
+
+    interleaved: pairs are neighbours (0, 1), (2, 3), ... (GPT-J); else halves (0, r/2), (1, r/2 + 1), ... (GPT-NeoX).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name, x in (("cos", self.cos), ("sin", self.sin)):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"rotary: {name} is {kind}, expected a floating point tensor (positions, rotary_dim / 2)")
+        if self.cos.dim() != 2 or self.cos.shape != self.sin.shape:
+            raise ValueError(
+                f"rotary: cos and sin have shapes {tuple(self.cos.shape)} and {tuple(self.sin.shape)}, expected the "
+                "same (positions, rotary_dim / 2)"
+            )
+
+    def check(self, dim: int, last: int) -> None:
+        """Raise ValueError where the tables are too wide for dim, or end before position `last`."""
+        if 2 * self.cos.shape[1] > dim:
+            raise ValueError(f"rotary: cos has {self.cos.shape[1]} columns, expected at most dim / 2 = {dim // 2}")
+        if last >= self.cos.shape[0]:
+            raise ValueError(f"rotary: cos has {self.cos.shape[0]} positions, expected at least {last + 1}")
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (batch, seqlen, heads, dim) turned to positions (batch, seqlen); computed in float32 or better."""
+        half = self.cos.shape[1]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (t.to(wide)[positions][:, :, None] for t in (self.cos, self.sin))
+        head, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+        a, b = (head[..., 0::2], head[..., 1::2]) if self.interleaved else (head[..., :half], head[..., half:])
+        turned = (a * cos - b * sin, a * sin + b * cos)
+        mixed = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
+        return torch.cat([mixed.to(x.dtype), rest], dim=-1)
+
+
+def integers(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """An integer tensor of this shape on q's device; TypeError or ValueError otherwise."""
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected an int32 or int64 tensor {shape}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: has shape {tuple(x.shape)}, expected {shape}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: is on {x.device}, expected {like.device} as for q")
+    return x
+
+
+def varlen_layout(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: Any, max_k: Any, used_q: Any, used_k: Any
+) -> Varlen:
+    """The layout of packed (total, heads, dim) tensors, after the checks of shapes, boundaries and lengths."""
+    check_tensors(q, k, v, dims=3)
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(f"v: has total {v.shape[0]} (shape {tuple(v.shape)}), expected {k.shape[0]} as for k")
+    q_lens = _lengths("q", cu_seqlens_q, q, max_q, used_q)
+    k_lens = _lengths("k", cu_seqlens_k, k, max_k, used_k)
+    if len(q_lens) != len(k_lens):
+        raise ValueError(f"cu_seqlens_k: has {len(k_lens)} sequences, expected {len(q_lens)} as for cu_seqlens_q")
+    return Varlen(cu_seqlens_q, cu_seqlens_k, q_lens, k_lens)
+
+
+def _lengths(side: str, cu_seqlens: Any, packed: Tensor, longest: Any, used: Any) -> list[int]:
+    name = f"cu_seqlens_{side}"
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1):
+        raise ValueError(f"{name}: has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
+    n = cu_seqlens.numel() if isinstance(cu_seqlens, Tensor) else 1
+    cu = integers(name, cu_seqlens, (n,), packed)
+    lengths = cu.diff()
+    if cu[0] != 0:
+        raise ValueError(f"{name}: starts at {int(cu[0])}, expected 0")
+    if (lengths < 0).any():
+        at = int((lengths < 0).nonzero()[0])
+        raise ValueError(f"{name}: decreases from {int(cu[at])} to {int(cu[at + 1])} at {at + 1}, expected no decrease")
+    if cu[-1] != packed.shape[0]:
+        raise ValueError(f"{name}: ends at {int(cu[-1])}, expected the total {packed.shape[0]} of {side}")
+    top = int(lengths.max()) if n > 1 else 0
+    limit = _count(f"max_seqlen_{side}", longest, least=0) if longest is not None else top
+    if top > limit:
+        raise ValueError(f"max_seqlen_{side}: got {limit}, expected at least the longest sequence, {top}")
+    if used is None:
+        return lengths.tolist()
+    used = integers(f"seqused_{side}", used, (n - 1,), packed)
+    wrong = (used < 0) | (used > lengths)
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"seqused_{side}: sequence {at} uses {int(used[at])} rows, expected 0 to its length {int(lengths[at])}"
+        )
+    return used.tolist()
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in INTEGERS:
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, expected at least {least}")
+    return value
+
+
+def cache_layout(
+    q: Any, k_cache: Any, v_cache: Any, new: int, cache_seqlens: Any, page_table: Any, batch_idx: Any, leftpad: Any
+) -> Cache:
+    """The layout of a call on a cache that will hold `new` further keys a sequence, after every check of it."""
+    check_tensors(q, k_cache, v_cache, dims=4, k_name="k_cache", v_name="v_cache")
+    if v_cache.shape[:2] != k_cache.shape[:2]:
+        raise ValueError(f"v_cache: has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape[:2])} first")
+    batch, device = q.shape[0], q.device
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int64, device=device)
+    seqlens = integers("cache_seqlens", cache_seqlens, (batch,), q).long()
+    pad = torch.zeros_like(seqlens) if leftpad is None else integers("cache_leftpad", leftpad, (batch,), q).long()
+    if page_table is None:
+        index = _cache_rows(q, k_cache, batch_idx)
+        capacity, page_size = k_cache.shape[1], 0
+    else:
+        index = torch.zeros_like(seqlens)
+        page_table, page_size = _pages(q, k_cache, page_table, batch_idx), k_cache.shape[1]
+        capacity = page_table.shape[1] * page_size
+    _check_capacity(seqlens, new, capacity, page_size)
+    if (pad < 0).any() or (pad > seqlens).any():
+        at = int(((pad < 0) | (pad > seqlens)).nonzero()[0])
+        raise ValueError(f"cache_leftpad: got {int(pad[at])} for sequence {at}, expected 0 to {int(seqlens[at])}")
+    if page_table is not None:
+        _check_pages(page_table, seqlens + new, page_size, k_cache.shape[0])
+    k_lens = (seqlens + new - pad).tolist()
+    return Cache([q.shape[1]] * batch, k_lens, pad, index, page_table, page_size)
+
+
+def _cache_rows(q: Tensor, k_cache: Tensor, batch_idx: Any) -> Tensor:
+    batch, rows = q.shape[0], k_cache.shape[0]
+    if batch_idx is None:
+        if rows < batch:
+            raise ValueError(f"k_cache: has {rows} rows, expected at least the batch, {batch}")
+        return torch.arange(batch, device=q.device)
+    index = integers("cache_batch_idx", batch_idx, (batch,), q).long()
+    if ((index < 0) | (index >= rows)).any():
+        raise ValueError(f"cache_batch_idx: got {index.tolist()[:8]}, expected 0 to {rows - 1}, the rows of k_cache")
+    return index
+
+
+def _pages(q: Tensor, k_cache: Tensor, page_table: Any, batch_idx: Any) -> Tensor:
+    if batch_idx is not None:
+        raise ValueError("cache_batch_idx: given with page_table, expected one or the other")
+    if isinstance(page_table, Tensor) and page_table.dim() != 2:
+        raise ValueError(f"page_table: has shape {tuple(page_table.shape)}, expected (batch, pages)")
+    columns = page_table.shape[1] if isinstance(page_table, Tensor) else 1
+    if k_cache.shape[1] == 0:
+        raise ValueError(f"k_cache: has page size 0 (shape {tuple(k_cache.shape)}), expected at least 1")
+    return integers("page_table", page_table, (q.shape[0], columns), q)
+
+
+def _check_capacity(seqlens: Tensor, new: int, capacity: int, page_size: int) -> None:
+    if seqlens.numel() == 0:
+        return
+    if (seqlens < 0).any():
+        raise ValueError(f"cache_seqlens: got {int(seqlens.min())}, expected at least 0")
+    need = int(seqlens.max()) + new
+    if need > capacity:
+        at = int(seqlens.argmax())
+        what = f"cache_seqlens: sequence {at} has {int(seqlens[at])} keys and {new} new ones"
+        if page_size:
+            columns = -(-need // page_size)
+            raise ValueError(f"{what}, expected page_table to have at least {columns} columns of {page_size} keys")
+        raise ValueError(f"{what}, expected at most the capacity {capacity} of k_cache")
+
+
+def _check_pages(page_table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
+    """Entries past a sequence's last page may hold anything."""
+    used = torch.arange(page_table.shape[1], device=page_table.device) * page_size < lengths[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= pages))
+    if wrong.any():
+        b, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"page_table: sequence {b} has page {int(page_table[b, column])} in column {column}, expected 0 to {pages - 1}"
+        )

@@ -1,0 +1,236 @@
+"""onchip as an attention implementation of Hugging Face transformers (5.x).
+
+    from onchip.integrations.transformers import register
+
+    register()
+    model = AutoModel.from_pretrained(path, attn_implementation="onchip")
+
+transformers asks two things of an implementation: a mask function, called once per forward with a description of who
+sees whom, and an attention function, called by every layer with q, k, v and what the mask function returned. Causal,
+bidirectional and sliding-window patterns with padding on either side stay a description of O(seqlen) numbers; any
+other pattern becomes the boolean (batch, 1, seqlen_q, seqlen_k) tensor that transformers builds for its `sdpa`
+implementation, with a warning that says so. What the attention function does not understand it refuses by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+import onchip
+
+# Keyword arguments that reach every layer and do not bear on attention: positions are already in q, k and the mask.
+UNRELATED = {
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+}
+
+
+def register(name: str = "onchip") -> None:
+    """Make `attn_implementation=name` select onchip, in every model that uses transformers' attention interface."""
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, visible_keys)
+
+
+class Visible(Tensor):
+    """Who sees whom, as an onchip mask behind the shape that transformers expects: (batch, 1, seqlen_q, seqlen_k).
+
+    It has no elements, so a model that reads or edits its mask gets a NotImplementedError and not a wrong answer.
+    `keys`: the leading keys to attend to (a static cache has unused slots behind them). `causal`: no query sees ahead.
+    """
+
+    mask: onchip.Mask | None
+    keys: int
+    causal: bool
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: Any, mask: onchip.Mask | None, keys: int, causal: bool
+    ) -> Visible:
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+        self.mask, self.keys, self.causal = mask, keys, causal
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(
+            f"onchip: this model computes with its attention mask ({func}), which has no elements"
+        )
+
+    def __repr__(self) -> str:  # Tensor's own would read elements
+        return f"Visible(shape={tuple(self.shape)}, keys={self.keys}, causal={self.causal})"
+
+
+def visible_keys(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """The mask function (transformers fixes its signature): a `Visible`, or a bool tensor for an unknown pattern.
+
+    Query i is at position q_offset + i, key j at kv_offset + j; attention_mask (batch, positions) is True at tokens.
+    """
+    found = band(mask_function)
+    if found and (
+        allow_is_causal_skip or allow_is_bidirectional_skip
+    ):  # neither: the model needs a real tensor
+        left, right = found
+        end = int(q_offset) + q_length - kv_offset  # the key at the last query's position, exclusive
+        keys = min(end, kv_length) if right == 0 else kv_length
+        if keys == end or found == (None, None):  # onchip aligns the last query with the last key
+            mask = None if found == (None, None) else onchip.window(left, right)
+            pad = None if attention_mask is None else token_mask(attention_mask[:, kv_offset:], keys)
+            mask = pad if mask is None else mask if pad is None else mask & pad
+            return Visible((batch_size, 1, q_length, kv_length), device, mask, keys, causal=right == 0)
+    if q_length > 1:
+        pattern = getattr(mask_function, "__qualname__", repr(mask_function))
+        size = batch_size * q_length * kv_length
+        warnings.warn(
+            f"onchip: mask pattern {pattern} is stored as a boolean tensor of {size} bytes", stacklevel=2
+        )
+    dense = sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, device=device, use_vmap=kwargs.get("use_vmap", False),
+    )  # fmt: skip
+    assert dense is not None  # None would mean a skip, and none is allowed
+    return dense
+
+
+def band(mask_function: Callable) -> tuple[int | None, int | None] | None:
+    """How far a query sees to its (left, right), None = all the way, if the mask function is such a band, else None.
+
+    transformers composes its mask functions from closures; they are recognised by name, so one that is renamed in
+    another version merely becomes a boolean tensor.
+    """
+    if mask_function is causal_mask_function:
+        return None, 0
+    if mask_function is bidirectional_mask_function:
+        return None, None
+    if getattr(
+        mask_function, "__module__", None
+    ) != causal_mask_function.__module__ or not inspect.isfunction(mask_function):
+        return None
+    closure = inspect.getclosurevars(mask_function).nonlocals
+    match mask_function.__qualname__.split(".")[0]:
+        case "sliding_window_overlay":
+            return closure["sliding_window"] - 1, None
+        case "sliding_window_bidirectional_overlay":
+            return closure["sliding_window"], closure["sliding_window"]
+        case "and_masks":
+            parts = [band(part) for part in closure["mask_functions"]]
+            if None in parts:
+                return None
+            left, right = zip(*parts, strict=True)
+            return min_bound(left), min_bound(right)
+    return None
+
+
+def min_bound(bounds: tuple[int | None, ...]) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def token_mask(tokens: Tensor, keys: int) -> onchip.Mask | None:
+    """The mask that hides the keys which are no tokens; None when there are none. tokens (batch, positions) bool."""
+    tokens = torch.nn.functional.pad(tokens[:, :keys], (0, max(0, keys - tokens.shape[1])))
+    if tokens.all():
+        return None
+    lengths = tokens.sum(-1)
+    if torch.equal(tokens, torch.arange(keys, device=tokens.device) < lengths[:, None]):
+        return onchip.padding(lengths)
+    return onchip.where(lambda batch, head, q, k, tokens: tokens[batch, k], tokens)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function (transformers fixes its signature).
+
+    query (batch, heads_q, seqlen_q, dim), key and value (batch, heads_k, seqlen_k, dim) -> (batch, seqlen_q, heads_q,
+    dim) and None for the attention weights, which are never stored. Raises NotImplementedError naming any argument
+    that would change the result and is not supported.
+    """
+    for name, given in kwargs.items():
+        if name not in UNRELATED and given is not None and given is not False:
+            raise NotImplementedError(
+                f"onchip: {type(module).__name__} passes {name}, which is not supported"
+            )
+    bias = position_bias
+    if attention_mask is None:
+        mask = implied_mask(module, query.shape[2], key.shape[2], is_causal, sliding_window)
+    elif isinstance(attention_mask, Visible):
+        mask = attention_mask.mask
+        if key.shape[2] != attention_mask.shape[3]:
+            raise NotImplementedError(
+                f"onchip: a mask for {attention_mask.shape[3]} keys, but {key.shape[2]} keys"
+            )
+        if is_causal not in (None, attention_mask.causal) and query.shape[2] > 1:
+            raise NotImplementedError(
+                f"onchip: is_causal={is_causal} contradicts the model's mask, {attention_mask}"
+            )
+        key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
+    elif attention_mask.ndim != 4:
+        raise NotImplementedError(
+            f"onchip: attention_mask of shape {tuple(attention_mask.shape)}; expected 4 dimensions"
+        )
+    elif attention_mask.dtype == torch.bool:
+        mask = onchip.dense(attention_mask)
+    else:  # an additive mask
+        mask, bias = None, attention_mask if bias is None else bias + attention_mask
+    scored = softcap is not None or bias is not None or s_aux is not None
+    out = onchip.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        mask=mask,
+        score=onchip.Score(softcap=softcap, bias=bias, sink=s_aux) if scored else None,
+        scale=scaling,
+        dropout=dropout,
+    )
+    return out, None
+
+
+def implied_mask(
+    module: torch.nn.Module, seqlen_q: int, seqlen_k: int, is_causal: bool | None, sliding_window: int | None
+) -> onchip.Mask | None:
+    """The mask of a model that passes none (it makes no use of transformers' masks): causal or nothing."""
+    name = type(module).__name__
+    if sliding_window is not None and sliding_window < seqlen_k:
+        raise NotImplementedError(f"onchip: {name} passes sliding_window={sliding_window} without a mask")
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if seqlen_q == 1 or causal is False:
+        return None
+    if causal is None or seqlen_q != seqlen_k:
+        raise NotImplementedError(
+            f"onchip: {name} passes no mask, is_causal={causal}, {seqlen_q} queries, {seqlen_k} keys: ambiguous"
+        )
+    return onchip.causal()

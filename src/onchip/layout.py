@@ -1,0 +1,144 @@
+"""Where the sequences of a call live in its tensors: dense, packed (varlen), or a cache.
+
+A layout answers how long each sequence is, and reads and writes the rows of some sequences as
+[sequences, heads, length, dim]. Lengths, pages and offsets are here, never in a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Layout(Protocol):
+    q_lens: list[int]
+    k_lens: list[int]
+
+    def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor: ...
+    def read_k(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor: ...
+    def write_q(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None: ...
+    def write_k(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None: ...
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+
+def _slots(batch: Tensor) -> slice | Tensor:
+    """Consecutive sequence numbers as a slice, which reads without a copy."""
+    first, n = int(batch[0]), batch.numel()
+    return slice(first, first + n) if int(batch[-1]) - first == n - 1 else batch
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """(batch, seqlen, heads, dim): every sequence fills its row."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [self.seqlen_q] * self.batch
+
+    @property
+    def k_lens(self) -> list[int]:
+        return [self.seqlen_k] * self.batch
+
+    def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
+        return tensor[_slots(batch), :length, heads].transpose(1, 2)
+
+    def write_q(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
+        tensor[_slots(batch), : rows.shape[2], heads] = rows.transpose(1, 2).to(tensor.dtype)
+
+    read_k, write_k = read_q, write_q
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen:
+    """(total, heads, dim): sequence b is rows cu_seqlens[b] up to cu_seqlens[b + 1], of which seqused[b] count."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    q_lens: list[int]
+    k_lens: list[int]
+
+    def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
+        return _read_packed(tensor, self.cu_seqlens_q, batch, heads, length)
+
+    def read_k(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
+        return _read_packed(tensor, self.cu_seqlens_k, batch, heads, length)
+
+    def write_q(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
+        _write_packed(tensor, self.cu_seqlens_q, batch, heads, rows)
+
+    def write_k(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
+        _write_packed(tensor, self.cu_seqlens_k, batch, heads, rows)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.cu_seqlens_q, self.cu_seqlens_k
+
+
+def _packed_rows(cu_seqlens: Tensor, batch: Tensor, length: int) -> slice | Tensor:
+    if batch.numel() == 1:
+        start = int(cu_seqlens[batch[0]])
+        return slice(start, start + length)
+    return cu_seqlens[batch].long()[:, None] + torch.arange(length, device=batch.device)
+
+
+def _read_packed(tensor: Tensor, cu_seqlens: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
+    index = _packed_rows(cu_seqlens, batch, length)
+    rows = tensor[:, heads][index]
+    return (rows[None] if isinstance(index, slice) else rows).transpose(1, 2)
+
+
+def _write_packed(tensor: Tensor, cu_seqlens: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
+    values = rows.transpose(1, 2).to(tensor.dtype)  # [g, length, heads, dim]
+    index = _packed_rows(cu_seqlens, batch, rows.shape[2])
+    tensor[index, heads] = values[0] if isinstance(index, slice) else values
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Queries dense; keys in slots [leftpad, leftpad + k_len) of a cache row, or of the pages of a page table.
+
+    Contiguous: (batch_cache, capacity, heads_k, dim), row `index[b]`. Paged: (num_pages, page_size, heads_k, dim),
+    slot s of sequence b is row s % page_size of page page_table[b, s // page_size].
+    """
+
+    q_lens: list[int]
+    k_lens: list[int]
+    leftpad: Tensor  # (batch,)
+    index: Tensor  # (batch,) cache row of each sequence; unused when paged
+    page_table: Tensor | None
+    page_size: int
+
+    def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
+        return tensor[_slots(batch), :length, heads].transpose(1, 2)
+
+    def write_q(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
+        tensor[_slots(batch), : rows.shape[2], heads] = rows.transpose(1, 2).to(tensor.dtype)
+
+    def read_k(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
+        if self.page_table is None and batch.numel() == 1:  # a view: no copy of a long cache
+            row, start = int(self.index[batch[0]]), int(self.leftpad[batch[0]])
+            return tensor[row : row + 1, start : start + length, heads].transpose(1, 2)
+        row, slot = self.locate(batch, torch.zeros_like(batch), length)
+        return tensor[:, :, heads][row, slot].transpose(1, 2)
+
+    def write_k(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
+        raise NotImplementedError("a cache has no gradient")
+
+    def locate(self, batch: Tensor, start: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """(row, slot) [g, length] in the cache tensor of the key indices start + 0 ... length - 1 of each sequence."""
+        slot = (self.leftpad[batch] + start)[:, None] + torch.arange(length, device=batch.device)
+        if self.page_table is None:
+            return self.index[batch][:, None].expand_as(slot), slot
+        return self.page_table[batch[:, None], slot // self.page_size].long(), slot % self.page_size
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.leftpad, self.index, self.page_table) if t is not None)

@@ -1,0 +1,350 @@
+"""Which keys a query may see: a `Mask` is an AND of optional parts, composable with ``&`` and ``|``.
+
+The parts describe; they do no arithmetic on score tiles beyond `allow`, which answers for one rectangle of
+(query, key) pairs. Which tiles are empty, partial or full is `schedule.py`'s question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from onchip import rules
+from onchip.plain import on_tensors
+
+if TYPE_CHECKING:
+    from onchip.problem import Problem
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of (query, key) pairs of some sequences of equal lengths, with the heads [head0, head1)."""
+
+    batch: Tensor  # [g] sequence numbers
+    head0: int
+    head1: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    q_len: int
+    k_len: int
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.batch.device)
+
+    @cached_property
+    def b(self) -> Tensor:  # [g, 1, 1, 1]
+        return self.batch.view(-1, 1, 1, 1)
+
+    @cached_property
+    def h(self) -> Tensor:  # [1, heads, 1, 1]
+        return self._range(self.head0, self.head1).view(1, -1, 1, 1)
+
+    @cached_property
+    def q(self) -> Tensor:  # [1, 1, queries, 1]
+        return self._range(self.q0, self.q1).view(1, 1, -1, 1)
+
+    @cached_property
+    def k(self) -> Tensor:  # [1, 1, 1, keys]
+        return self._range(self.k0, self.k1).view(1, 1, 1, -1)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This region of a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+        if tensor.shape[0] > 1:
+            tensor = tensor[self.batch]
+        for dim, (start, stop) in enumerate(((self.head0, self.head1), (self.q0, self.q1), (self.k0, self.k1)), 1):
+            if tensor.shape[dim] > 1:
+                tensor = tensor.narrow(dim, start, stop - start)
+        return tensor
+
+
+class Part(Protocol):
+    """One condition of a mask. `allow` broadcasts to [g, heads, queries, keys] of the region."""
+
+    def allow(self, region: Region) -> Tensor: ...
+    def check(self, problem: Problem) -> None: ...
+    def tensors(self) -> tuple[Tensor, ...]: ...
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        """Whether it differs between sequences of equal lengths, and between heads."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rows:
+    """Keys [lo, hi) for each query, from a rule on the lengths and, where it has one, a value per sequence."""
+
+    name: str
+    interval: Callable[[Tensor, int, int, Any], tuple[Any, Any]]  # (q, q_len, k_len, value) -> lo, hi
+    value: int | Tensor  # an int, (batch,) or (batch | 1, queries | 1, ...)
+
+    def bounds(self, region: Region) -> tuple[Any, Any]:
+        """lo and hi of the region's queries, each None or broadcastable to [g, 1, queries, 1]."""
+        value: Any = self.value
+        if isinstance(value, Tensor):
+            value = value[region.batch] if value.shape[0] > 1 else value
+            value = value.view(value.shape[0], 1, 1, 1) if value.dim() == 1 else value
+        return self.interval(region.q, region.q_len, region.k_len, value)
+
+    def allow(self, region: Region) -> Tensor:
+        lo, hi = self.bounds(region)
+        return rules.allow(region.q, region.k, region.q_len, region.k_len, None, None, lo, hi)
+
+    def check(self, problem: Problem) -> None:
+        if isinstance(self.value, Tensor):
+            _check_batch(self.name, self.value, problem)
+        if self.name == "documents":
+            _check_positions("cu_seqlens", self.tensors()[0].shape[1], problem)
+        if self.name in ("prefix", "padding"):
+            top = torch.as_tensor(self.value).max().item() if torch.as_tensor(self.value).numel() else 0
+            if top > problem.seqlen_k:
+                raise ValueError(f"{self.name}: got length {top}, expected at most seqlen_k = {problem.seqlen_k}")
+
+    def __repr__(self) -> str:
+        return f"{self.name}({_brief(self.value)})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.value,) if isinstance(self.value, Tensor) else ()
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        return isinstance(self.value, Tensor) and self.value.shape[0] > 1, False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents:
+    """Query and key see each other iff their ids agree; sequences of ids (batch | 1, seqlen)."""
+
+    ids_q: Tensor
+    ids_k: Tensor
+
+    def allow(self, region: Region) -> Tensor:
+        ids_q, ids_k = (x[region.batch] if x.shape[0] > 1 else x for x in (self.ids_q, self.ids_k))
+        # One list of ids is by key position, where the last query stands at the last key.
+        shift = region.k_len - region.q_len if ids_q is ids_k else 0
+        q = ids_q[:, None, shift + region.q0 : shift + region.q1, None]
+        return q == ids_k[:, None, None, region.k0 : region.k1]
+
+    def check(self, problem: Problem) -> None:
+        if self.ids_q is self.ids_k:
+            _check_positions("ids", self.ids_k.shape[1], problem)
+        for name, ids, seqlen in (("ids", self.ids_q, problem.seqlen_q), ("ids_k", self.ids_k, problem.seqlen_k)):
+            _check_batch(f"documents: {name}", ids, problem)
+            if self.ids_q is not self.ids_k and ids.shape[1] != seqlen:
+                raise ValueError(f"documents: {name} has {ids.shape[1]} positions, expected {seqlen}")
+
+    def __repr__(self) -> str:
+        return f"documents({_brief(self.ids_k)})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids_q, self.ids_k
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        return self.ids_q.shape[0] > 1 or self.ids_k.shape[0] > 1, False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense:
+    """A stored answer for every pair: bool, broadcastable to (batch, heads, seqlen_q, seqlen_k)."""
+
+    visible: Tensor
+
+    def allow(self, region: Region) -> Tensor:
+        return region.cut(self.visible)
+
+    def check(self, problem: Problem) -> None:
+        problem.check_broadcast("dense", self.visible)
+
+    def __repr__(self) -> str:
+        return f"dense({_brief(self.visible)})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.visible,)
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        return self.visible.shape[0] > 1, self.visible.shape[1] > 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Where:
+    """A plain function of (batch, head, q, k, *tensors)."""
+
+    fn: Callable[..., Any]
+    args: tuple[Tensor, ...]
+
+    def allow(self, region: Region) -> Tensor:
+        visible = on_tensors(self.fn)(region.b, region.h, region.q, region.k, *self.args)
+        if not isinstance(visible, Tensor):
+            visible = torch.tensor(visible, device=region.batch.device)
+        if visible.dtype is not torch.bool:
+            raise TypeError(f"where: {self._label} returned {visible.dtype}, expected bool (a comparison)")
+        shape = torch.broadcast_shapes(visible.shape, (1, 1, 1, 1))
+        return visible.view(shape)
+
+    @property
+    def _label(self) -> str:
+        return getattr(self.fn, "__name__", repr(self.fn))
+
+    def check(self, problem: Problem) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"where({self._label})"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.args
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        """Read off the shape that the function returns for one pair of every sequence and head."""
+        batch = torch.arange(problem.batch, device=problem.device)
+        shape = self.allow(Region(batch, 0, problem.heads_q, 0, 1, 0, 1, 1, 1)).shape
+        return shape[0] > 1, shape[1] > 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks:
+    """Whole blocks of (tile_m, tile_n) pairs: bool (batch | 1, heads | 1, blocks_q, blocks_k)."""
+
+    visible: Tensor
+    tile_m: int
+    tile_n: int
+
+    def allow(self, region: Region) -> Tensor:
+        blocks = self.visible[region.batch] if self.visible.shape[0] > 1 else self.visible
+        blocks = blocks[:, region.head0 : region.head1] if blocks.shape[1] > 1 else blocks
+        return blocks[:, :, region.q[0, 0] // self.tile_m, region.k[0, 0] // self.tile_n]
+
+    def check(self, problem: Problem) -> None:
+        need = (-(-problem.seqlen_q // self.tile_m), -(-problem.seqlen_k // self.tile_n))
+        batch, heads, *blocks = self.visible.shape
+        if batch not in (1, problem.batch) or heads not in (1, problem.heads_q) or tuple(blocks) != need:
+            raise ValueError(
+                f"block_sparse: blocks has shape {tuple(self.visible.shape)}, expected (batch | 1, heads | 1, "
+                f"{need[0]}, {need[1]}) with batch {problem.batch} and heads {problem.heads_q}: seqlens "
+                f"({problem.seqlen_q}, {problem.seqlen_k}) in blocks of ({self.tile_m}, {self.tile_n})"
+            )
+
+    def __repr__(self) -> str:
+        return f"block_sparse({_brief(self.visible)}, tile=({self.tile_m}, {self.tile_n}))"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.visible,)
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        return self.visible.shape[0] > 1, self.visible.shape[1] > 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Union:
+    """Visible where any of the masks says so."""
+
+    masks: tuple[Mask, ...]
+
+    def allow(self, region: Region) -> Tensor:
+        visible = self.masks[0].allow(region)
+        for mask in self.masks[1:]:
+            visible = visible | mask.allow(region)
+        return visible
+
+    def check(self, problem: Problem) -> None:
+        for mask in self.masks:
+            mask.check(problem)
+
+    def __repr__(self) -> str:
+        return "(" + " | ".join(map(repr, self.masks)) + ")"
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for mask in self.masks for t in mask.tensors())
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        return _any_dependence([mask.dependence(problem) for mask in self.masks])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask:
+    """AND of its parts; a mask without parts shows every key. Built by the functions of `onchip.masks`."""
+
+    band: rules.Band | None = None
+    rows: tuple[Rows, ...] = ()
+    elements: tuple[Documents | Dense | Where, ...] = ()
+    blocks: tuple[Blocks, ...] = ()
+    unions: tuple[Union, ...] = ()
+    cache: dict = field(default_factory=dict, repr=False, compare=False)  # schedules, kept by schedule.py
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mask(
+            _intersect(self.band, other.band),
+            self.rows + other.rows,
+            self.elements + other.elements,
+            self.blocks + other.blocks,
+            self.unions + other.unions,
+        )
+
+    def __or__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mask(unions=(Union((self, other)),))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Every part but the band, whose arithmetic is on lengths alone."""
+        return (*self.rows, *self.elements, *self.blocks, *self.unions)
+
+    def allow(self, region: Region) -> Tensor:
+        """Visible pairs of a region: bool, broadcastable to [g, heads, queries, keys]."""
+        first, last = rules.diagonals(region.q_len, region.k_len, self.band or rules.Band())
+        visible = rules.allow(region.q, region.k, region.q_len, region.k_len, first, last, None, None)
+        for part in self.parts:
+            visible = visible & part.allow(region)
+        return visible
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError where a part does not fit the problem's shapes or device."""
+        for part in self.parts:
+            for tensor in part.tensors():
+                if tensor.device.type != problem.device:
+                    raise ValueError(f"mask: has a tensor on {tensor.device}, expected {problem.device} as for q")
+            part.check(problem)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for part in self.parts for t in part.tensors())
+
+    def dependence(self, problem: Problem) -> tuple[bool, bool]:
+        return _any_dependence([part.dependence(problem) for part in self.parts])
+
+    def __repr__(self) -> str:
+        parts = [] if self.band is None else [repr(self.band)]
+        return f"Mask({' & '.join(parts + [repr(part) for part in self.parts])})"
+
+
+def _any_dependence(pairs: list[tuple[bool, bool]]) -> tuple[bool, bool]:
+    return any(b for b, _ in pairs), any(h for _, h in pairs)
+
+
+def _intersect(a: rules.Band | None, b: rules.Band | None) -> rules.Band | None:
+    if a is None or b is None:
+        return a or b
+    return rules.Band(*(x if y is None else y if x is None else min(x, y) for x, y in zip(a, b, strict=True)))
+
+
+def _brief(value: int | Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)
+
+
+def _check_batch(name: str, tensor: Tensor, problem: Problem) -> None:
+    if tensor.shape[0] not in (1, problem.batch):
+        raise ValueError(f"{name}: got {tensor.shape[0]} sequences, expected {problem.batch}")
+
+
+def _check_positions(name: str, positions: int, problem: Problem) -> None:
+    if positions != problem.seqlen_k or problem.seqlen_q > problem.seqlen_k:
+        raise ValueError(
+            f"documents: {name} covers {positions} positions, expected seqlen_k = {problem.seqlen_k} and no more than "
+            f"that many queries (got {problem.seqlen_q}); pass ids and ids_k where queries and keys are other tokens"
+        )

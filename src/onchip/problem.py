@@ -1,0 +1,210 @@
+"""Which problem a call states: `Problem` (facts, hashable, no tensors) and `Operands` (its tensors).
+
+Every check of user input that concerns q, k and v stands here, in `inputs.py` (lengths and caches), and in the
+`check` methods of masks and scores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.layout import Dense, Layout
+from onchip.mask import Mask
+from onchip.score import Score
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts on which a backend decides: sizes, dtype, layout, and what is set. seqlens are the longest ones."""
+
+    layout: str  # "dense", "varlen", "cache" or "paged"
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    device: str
+    scale: float
+    dropout: float = 0.0
+    deterministic: bool = True
+    num_splits: int = 0
+    mask_parts: tuple[str, ...] = ()
+    score_parts: tuple[str, ...] = ()
+    blocks: tuple[int, int] | None = None  # tile of a block-sparse mask
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """The dtype of the softmax and of every sum."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def check_broadcast(self, name: str, tensor: Tensor) -> None:
+        """Raise ValueError unless the tensor broadcasts to (batch, heads_q, seqlen_q, seqlen_k)."""
+        full = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
+        aligned = zip(reversed(tensor.shape), reversed(full), strict=False)
+        if tensor.dim() > 4 or any(size not in (1, want) for size, want in aligned):
+            raise ValueError(
+                f"{name}: has shape {tuple(tensor.shape)}, expected one that broadcasts to (batch, heads_q, seqlen_q, "
+                f"seqlen_k) = {full}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The tensors of a problem. q, k, v in (batch, seqlen, heads, dim) order, or (total, heads, dim) when packed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    mask: Mask
+    score: Score
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    out: Tensor  # shaped as q, with dim_v
+    lse: Tensor  # (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a backward pass needs besides the operands; `needs` names the gradients that are wanted."""
+
+    out: Tensor
+    lse: Tensor
+    needs: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Grads:
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    alibi: Tensor | None = None
+    sink: Tensor | None = None
+
+
+def state(q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: Any, **options: Any) -> Problem:
+    """The Problem of a call, after every check of it. q, k, v as in Operands (meta tensors do)."""
+    mask, score = check_types(mask, score)
+    packed = kind == "varlen"
+    seqlen_q, seqlen_k = (max(x, default=0) for x in (layout.q_lens, layout.k_lens))
+    problem = Problem(
+        layout=kind,
+        batch=len(layout.q_lens),
+        seqlen_q=seqlen_q if packed else q.shape[1],
+        seqlen_k=seqlen_k,
+        heads_q=q.shape[-2],
+        heads_k=k.shape[-2],
+        dim=q.shape[-1],
+        dim_v=v.shape[-1],
+        dtype=q.dtype,
+        device=options.pop("device", None) or q.device.type,
+        scale=check_scale(options.pop("scale", None), q.shape[-1]),
+        dropout=check_dropout(options.pop("dropout", 0.0)),
+        mask_parts=tuple(
+            name for name in ("band", "rows", "elements", "blocks", "unions") if getattr(mask, name) not in (None, ())
+        ),
+        score_parts=tuple(
+            name for name in ("softcap", "alibi", "bias", "sink", "mod") if getattr(score, name) is not None
+        ),
+        blocks=(mask.blocks[0].tile_m, mask.blocks[0].tile_n) if mask.blocks else None,
+        **options,
+    )
+    mask.check(problem)
+    score.check(problem)
+    return problem
+
+
+def dense_layout(q: Any, k: Any, v: Any) -> Dense:
+    """The layout of (batch, seqlen, heads, dim) tensors, after the checks of their shapes and dtypes."""
+    check_tensors(q, k, v, dims=4)
+    for name, x, axis, want in (
+        ("k", k, 0, q.shape[0]),
+        ("v", v, 0, q.shape[0]),
+        ("v", v, 1, k.shape[1]),
+    ):
+        if x.shape[axis] != want:
+            what = ("batch", "seqlen_k")[axis]
+            raise ValueError(f"{name}: has {what} {x.shape[axis]} (shape {tuple(x.shape)}), expected {want}")
+    return Dense(q.shape[0], q.shape[1], k.shape[1])
+
+
+def check_tensors(q: Any, k: Any, v: Any, dims: int, k_name: str = "k", v_name: str = "v") -> None:
+    """Rank, dtype, device, dim and head ratio of q, k and v."""
+    axes = "(batch, seqlen, heads, dim)" if dims == 4 else "(total, heads, dim)"
+    for name, x in (("q", q), (k_name, k), (v_name, v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {axes}")
+        if x.dim() != (4 if name in ("k_cache", "v_cache") else dims):
+            raise ValueError(f"{name}: has shape {tuple(x.shape)}, expected {dims} dims: {axes}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: has dtype {x.dtype}, expected float16, bfloat16, float32 or float64")
+        if x.dtype is not q.dtype:
+            raise TypeError(f"{name}: has dtype {x.dtype}, expected {q.dtype} as for q")
+        if x.device != q.device:
+            raise ValueError(f"{name}: is on {x.device}, expected {q.device} as for q")
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if q.shape[-1] == 0:
+        raise ValueError(f"q: has dim 0 (shape {tuple(q.shape)}), expected at least 1")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{k_name}: has dim {k.shape[-1]}, expected {q.shape[-1]} as for q")
+    if v.shape[-2] != heads_k:
+        raise ValueError(f"{v_name}: has {v.shape[-2]} heads, expected {heads_k} as for {k_name}")
+    if heads_q != heads_k and (heads_k == 0 or heads_q % heads_k):
+        raise ValueError(f"q, {k_name}: have {heads_q} and {heads_k} heads, expected heads_q a multiple of heads_k")
+
+
+def check_types(mask: Any, score: Any) -> tuple[Mask, Score]:
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(f"mask: got {type(mask).__name__}, expected a Mask such as onchip.causal() or onchip.dense(t)")
+    if score is not None and not isinstance(score, Score):
+        raise TypeError(f"score: got {type(score).__name__}, expected onchip.Score(...)")
+    return mask or Mask(), score or Score()
+
+
+def check_scale(scale: Any, dim: int) -> float:
+    """1/sqrt(dim) unless given; 0 and negative scales are valid."""
+    if scale is None:
+        return 1.0 / math.sqrt(dim)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale: got {type(scale).__name__}, expected a float or None")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}, expected a finite number")
+    return float(scale)
+
+
+def check_dropout(dropout: Any) -> float:
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        raise TypeError(f"dropout: got {type(dropout).__name__}, expected a float")
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout: got {dropout}, expected a probability in [0, 1]")
+    return float(dropout)
+
+
+def draw_seed(seed: Any, dropout: float) -> int:
+    """The Philox key: given, or drawn from torch's default generator so that torch.manual_seed repeats it."""
+    if seed is None:
+        return int(torch.randint(0, 2**62, ())) if dropout > 0 else 0
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: got {type(seed).__name__}, expected an int or None")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed: got {seed}, expected 0 <= seed < 2**64")
+    return seed

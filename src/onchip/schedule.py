@@ -1,0 +1,301 @@
+"""Which tiles of the score matrix are empty, partial or full, and in which order they are visited.
+
+A tile is EMPTY when no pair in it is visible, FULL when every pair that exists in it is, PARTIAL otherwise. The
+answer is exact for every mask: bands by arithmetic (`rules.spans`), other masks part by part, and where the parts
+leave a tile open (an AND of two partial tiles may be empty) by looking at its elements, one tile row at a time.
+Nothing of size N x N is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from onchip import rules
+from onchip.layout import Layout
+from onchip.mask import Blocks, Documents, Mask, Part, Region, Rows, Union
+from onchip.problem import Problem
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_OPEN = 3  # its parts do not decide it
+
+# Elements of one look at a stretch of a tile row: about 32 MiB of int64 temporaries.
+_LOOK = 1 << 22
+_KEEP = 8  # schedules kept per mask: the shapes of one training or serving loop
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries and keys of one tile."""
+
+    tile_m: int
+    tile_n: int
+
+    def count(self, q_len: int, k_len: int) -> tuple[int, int]:
+        return -(-q_len // self.tile_m), -(-k_len // self.tile_n)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Sequences and query heads that share their lengths and the tiles to visit.
+
+    Heads come as whole groups of query heads with one key head: a tile that is empty, or full, for only some of
+    them is visited as PARTIAL. `counts` keeps the exact kinds of each query head.
+    """
+
+    batch: Tensor  # [g] sequence numbers, ascending
+    head0: int
+    head1: int
+    q_len: int
+    k_len: int
+    kinds: Tensor  # [m_blocks, n_blocks] uint8
+    counts: tuple[int, int, int]  # empty, partial and full tiles over its sequences and query heads
+
+    def rows(self) -> Iterator[tuple[int, list[tuple[int, bool]]]]:
+        """Query tiles in order, each with the key tiles to visit and whether each is full."""
+        for m_block, row in enumerate(self.kinds.tolist()):
+            yield m_block, [(n_block, kind == FULL) for n_block, kind in enumerate(row) if kind != EMPTY]
+
+    @property
+    def heads(self) -> int:
+        return self.batch.numel() * (self.head1 - self.head0)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The tiles of a whole problem, as groups that a backend may run each in one go."""
+
+    tiles: Tiles
+    mask: Mask
+    groups: tuple[Group, ...]
+
+    def count(self, kind: int) -> int:
+        """Tiles of this kind over every sequence and query head."""
+        return sum(g.counts[kind] for g in self.groups)
+
+    def pairs(self) -> int:
+        """Visible (query, key) pairs over every sequence and query head."""
+        return sum(_pairs(self.mask, g, self.tiles) for g in self.groups)
+
+
+def build(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Schedule:
+    """The schedule of a problem, kept with the mask while its tensors stay unchanged."""
+    versions = tuple(0 if t.is_inference() else t._version for t in mask.tensors())
+    lengths = (tuple(layout.q_lens), tuple(layout.k_lens))
+    key = (problem.heads_q, problem.device, lengths, tiles, versions)
+    found = mask.cache.get(key)
+    if found is None:
+        found = Schedule(tiles, mask, tuple(_groups(problem, layout, mask, tiles)))
+        if not any(t.is_inference() for t in mask.tensors()):  # those carry no version to tell a change by
+            mask.cache[key] = found
+            while len(mask.cache) > _KEEP:
+                mask.cache.pop(next(iter(mask.cache)))
+    return found
+
+
+def _groups(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Iterator[Group]:
+    by_lengths: dict[tuple[int, int], list[int]] = {}
+    for b, lengths in enumerate(zip(layout.q_lens, layout.k_lens, strict=True)):
+        by_lengths.setdefault(lengths, []).append(b)
+    if problem.heads_q == 0 or not by_lengths:
+        return
+    differs_by_batch, differs_by_head = mask.dependence(problem)
+    for (q_len, k_len), members in by_lengths.items():
+        batch = torch.tensor(members, device=problem.device)
+        asked = batch if differs_by_batch else batch[:1]
+        heads = problem.heads_q if differs_by_head else 1
+        kinds = classify(mask, Region(asked, 0, heads, 0, q_len, 0, k_len, q_len, k_len), tiles)
+        yield from _split(kinds.expand(len(asked), heads, -1, -1), batch, q_len, k_len, problem)
+
+
+def _split(kinds: Tensor, batch: Tensor, q_len: int, k_len: int, problem: Problem) -> Iterator[Group]:
+    """Groups of sequences, and runs of key heads, with equal kinds; kinds is [g | 1, heads_q | 1, ...]."""
+    size = problem.group if kinds.shape[1] > 1 else 1  # query heads of a step
+    visits = _shared(kinds.unflatten(1, (-1, size)))  # [g | 1, steps, m_blocks, n_blocks]
+    for rows in _equal_rows(visits):
+        members = batch[rows] if visits.shape[0] > 1 else batch
+        start = 0
+        for step in range(1, visits.shape[1] + 1):
+            if step < visits.shape[1] and torch.equal(visits[rows[0], step], visits[rows[0], start]):
+                continue
+            head0, head1 = (start * size, step * size) if kinds.shape[1] > 1 else (0, problem.heads_q)
+            exact = kinds[rows, head0:head1] if kinds.shape[1] > 1 else kinds[rows]
+            copies = members.numel() * (head1 - head0) // (exact.shape[0] * exact.shape[1])
+            counts = [int((exact == kind).sum()) * copies for kind in (EMPTY, PARTIAL, FULL)]
+            yield Group(members, head0, head1, q_len, k_len, visits[rows[0], start], (*counts,))  # type: ignore[arg-type]
+            start = step
+
+
+def _shared(kinds: Tensor) -> Tensor:
+    """One kind for the query heads (dim 2) of each key head: their common one, else PARTIAL."""
+    same = (kinds == kinds[:, :, :1]).all(2)
+    return torch.where(same, kinds[:, :, 0], torch.full_like(kinds[:, :, 0], PARTIAL))
+
+
+def _equal_rows(kinds: Tensor) -> list[list[int]]:
+    if kinds.shape[0] == 1:
+        return [[0]]
+    _, label = torch.unique(kinds.flatten(1), dim=0, return_inverse=True)
+    return [torch.nonzero(label == i).flatten().tolist() for i in range(int(label.max()) + 1)]
+
+
+def classify(mask: Mask, region: Region, tiles: Tiles) -> Tensor:
+    """Kinds of the tiles of whole sequences: uint8 [g | 1, heads | 1, m_blocks, n_blocks]."""
+    kinds = _mask_kinds(mask, region, tiles)
+    if (kinds == _OPEN).any():
+        kinds = kinds.expand(region.batch.numel(), region.head1 - region.head0, -1, -1).clone()
+        for i in range(kinds.shape[2]):
+            _look(mask, region, tiles, i, kinds[:, :, i])
+    return kinds
+
+
+def _mask_kinds(mask: Mask, region: Region, tiles: Tiles) -> Tensor:
+    known = [_band_kinds(mask.band or rules.Band(), region, tiles), *(_kinds(p, region, tiles) for p in mask.parts)]
+    return reduce(_both, known)
+
+
+def _both(a: Tensor, b: Tensor) -> Tensor:
+    """Kinds of an AND: a full tile leaves the other's kind, two that are neither full nor empty leave it open."""
+    kinds = torch.where(a == FULL, b, torch.where(b == FULL, a, torch.full_like(a, _OPEN)))
+    return kinds.masked_fill((a == EMPTY) | (b == EMPTY), EMPTY)
+
+
+def _either(a: Tensor, b: Tensor) -> Tensor:
+    kinds = torch.where(a == EMPTY, b, torch.where(b == EMPTY, a, torch.full_like(a, _OPEN)))
+    return kinds.masked_fill((a == FULL) | (b == FULL), FULL)
+
+
+def _kinds(part: Part, region: Region, tiles: Tiles) -> Tensor:
+    """What a part says of each tile without a look at elements: [g | 1, heads | 1, m_blocks, n_blocks]."""
+    if isinstance(part, Rows | Documents):
+        return _row_kinds(part, region, tiles) if isinstance(part, Rows) else _all_open(region, tiles)
+    if isinstance(part, Blocks):
+        return _block_kinds(part, region, tiles)
+    if isinstance(part, Union):
+        return reduce(_either, [_mask_kinds(m, region, tiles) for m in part.masks])
+    return _all_open(region, tiles)
+
+
+def _all_open(region: Region, tiles: Tiles) -> Tensor:
+    shape = (1, 1, *tiles.count(region.q_len, region.k_len))
+    return torch.full(shape, _OPEN, dtype=torch.uint8, device=region.batch.device)
+
+
+def _band_kinds(band: rules.Band, region: Region, tiles: Tiles) -> Tensor:
+    m_blocks, n_blocks = tiles.count(region.q_len, region.k_len)
+    first, last = rules.diagonals(region.q_len, region.k_len, band)
+    kinds = torch.zeros(m_blocks, n_blocks, dtype=torch.uint8)
+    for i in range(m_blocks):
+        lo, full_lo, full_hi, hi = rules.spans(
+            i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, first, last
+        )
+        kinds[i, lo:hi] = PARTIAL
+        kinds[i, full_lo:full_hi] = FULL
+    return kinds.to(region.batch.device)[None, None]
+
+
+def _row_kinds(rows: Rows, region: Region, tiles: Tiles) -> Tensor:
+    """From the interval of every query: full where all contain the tile, not empty where any meets it."""
+    lo, hi = rows.bounds(region)
+    device, k_len = region.batch.device, region.k_len
+    lo, hi = (torch.as_tensor(default if x is None else x, device=device) for x, default in ((lo, 0), (hi, k_len)))
+    lo, hi = torch.broadcast_tensors(lo.clamp(min=0).view(*_four(lo)), hi.clamp(max=k_len).view(*_four(hi)))
+    m_blocks, n_blocks = tiles.count(region.q_len, k_len)
+    start = torch.arange(n_blocks, device=device) * tiles.tile_n  # [n_blocks]
+    stop = (start + tiles.tile_n).clamp(max=k_len)
+    result = []
+    for i in range(m_blocks if lo.shape[2] > 1 else 1):
+        own = slice(i * tiles.tile_m, (i + 1) * tiles.tile_m) if lo.shape[2] > 1 else slice(None)
+        row_lo, row_hi = lo[:, :, own], hi[:, :, own]  # [g, 1, tile_m, 1]
+        full = (row_lo.amax(2) <= start) & (stop <= row_hi.amin(2))  # [g, 1, n_blocks]
+        some = (torch.maximum(row_lo, start) < torch.minimum(row_hi, stop)).any(2)
+        result.append(torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8))
+    kinds = torch.stack(result, dim=2) if result else torch.zeros(1, 1, 0, n_blocks, dtype=torch.uint8, device=device)
+    return kinds.expand(-1, -1, m_blocks, -1)
+
+
+def _four(x: Tensor) -> tuple[int, ...]:
+    return (*(1,) * (4 - x.dim()), *x.shape)
+
+
+def _block_kinds(blocks: Blocks, region: Region, tiles: Tiles) -> Tensor:
+    """From the blocks that each tile overlaps, through running sums over the map."""
+    seen = blocks.visible[region.batch] if blocks.visible.shape[0] > 1 else blocks.visible
+    sums = pad(seen.int().cumsum(2).cumsum(3), (1, 0, 1, 0))
+    edges = []
+    for size, length, block in ((tiles.tile_m, region.q_len, blocks.tile_m), (tiles.tile_n, region.k_len, blocks.tile_n)):
+        start = torch.arange(0, length, size, device=region.batch.device)
+        edges.append((start // block, ((start + size).clamp(max=length) + block - 1) // block))
+    (top, bottom), (left, right) = edges
+    rows = sums[:, :, bottom] - sums[:, :, top]
+    total = rows[..., right] - rows[..., left]
+    area = (bottom - top)[:, None] * (right - left)
+    kinds = torch.where(total == area, FULL, torch.where(total > 0, PARTIAL, EMPTY))
+    return kinds.to(torch.uint8)
+
+
+def _look(mask: Mask, region: Region, tiles: Tiles, i: int, kinds: Tensor) -> None:
+    """Decide the open tiles of tile row i by their elements; kinds [g, heads, n_blocks] is written in place."""
+    open_tiles = (kinds == _OPEN).flatten(0, 1).any(0).nonzero().flatten().tolist()
+    if not open_tiles:
+        return
+    height = min(tiles.tile_m, region.q_len - i * tiles.tile_m)
+    at_once = max(_LOOK // (kinds.shape[0] * kinds.shape[1] * height * tiles.tile_n), 1)
+    for start, stop in _stretches(open_tiles, at_once):
+        some, every = _look_at(mask, region, tiles, i, start, stop)
+        decided = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8)
+        part = kinds[:, :, start:stop]
+        part.copy_(torch.where(part == _OPEN, decided, part))
+
+
+def _stretches(numbers: list[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers as [start, stop), none over the longest."""
+    start = previous = numbers[0]
+    for n in numbers[1:]:
+        if n != previous + 1 or n - start >= longest:
+            yield start, previous + 1
+            start = n
+        previous = n
+    yield start, previous + 1
+
+
+def _tile_region(region: Region, tiles: Tiles, i: int, start: int, stop: int) -> Region:
+    q0, k0 = i * tiles.tile_m, start * tiles.tile_n
+    q1, k1 = min(q0 + tiles.tile_m, region.q_len), min(stop * tiles.tile_n, region.k_len)
+    return Region(region.batch, region.head0, region.head1, q0, q1, k0, k1, region.q_len, region.k_len)
+
+
+def _look_at(mask: Mask, region: Region, tiles: Tiles, i: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Whether any and whether every existing pair is visible, in tiles [start, stop) of row i."""
+    area = _tile_region(region, tiles, i, start, stop)
+    visible = mask.allow(area)
+    visible = visible.expand(*visible.shape[:2], area.q1 - area.q0, area.k1 - area.k0)
+    some, every = visible.any(2), visible.all(2)  # [g, heads, keys]
+    tail = (stop - start) * tiles.tile_n - some.shape[-1]
+    some, every = pad(some, (0, tail), value=False), pad(every, (0, tail), value=True)
+    by_tile = (-1, tiles.tile_n)
+    return some.unflatten(2, by_tile).any(3), every.unflatten(2, by_tile).all(3)
+
+
+def _pairs(mask: Mask, group: Group, tiles: Tiles) -> int:
+    """Visible pairs of a group: full tiles by size, partial ones by counting."""
+    region = Region(
+        group.batch, group.head0, group.head1, 0, group.q_len, 0, group.k_len, group.q_len, group.k_len
+    )
+    total = 0
+    for m_block, visits in group.rows():
+        for n_block, full in visits:
+            area = _tile_region(region, tiles, m_block, n_block, n_block + 1)
+            size = (area.q1 - area.q0) * (area.k1 - area.k0)
+            if full:
+                total += size * group.heads
+            else:
+                visible = mask.allow(area)
+                copies = group.heads * size // visible.numel()
+                total += int(visible.sum()) * copies
+    return total

@@ -1,0 +1,48 @@
+"""Which backend runs a problem, and why the others do not."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from onchip.backends import Backend
+from onchip.problem import Problem
+
+# Every backend, fastest first. The reference is dense: it runs only by name.
+BACKENDS = {
+    "cpu": "onchip.backends.cpu",
+    "reference": "onchip.backends.reference",
+}
+AUTOMATIC = ("cpu",)
+
+
+def load(name: str) -> Backend:
+    """The module of a backend."""
+    return cast(Backend, importlib.import_module(BACKENDS[name]))
+
+
+def check_name(name: object) -> None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, expected None or one of {', '.join(map(repr, BACKENDS))}")
+
+
+def refusals(problem: Problem) -> dict[str, str]:
+    """Backend -> reason, for every backend that would not run this problem by itself."""
+    reasons = {name: load(name).refuse(problem) for name in BACKENDS}
+    reasons["reference"] = reasons["reference"] or "it is dense, N x N, and runs only by name"
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def choose(problem: Problem, name: str | None = None) -> str:
+    """The named backend, or the first that serves the problem. NotImplementedError with the reasons if it refuses."""
+    check_name(name)
+    candidates = AUTOMATIC if name is None else (name,)
+    reasons = {}
+    for candidate in candidates:
+        reason = load(candidate).refuse(problem)
+        if reason is None:
+            return candidate
+        reasons[candidate] = reason
+    report = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+    what = "no backend serves this problem" if name is None else f"backend {name!r} refuses this problem"
+    raise NotImplementedError(f"{what} ({report})")
