@@ -113,7 +113,8 @@ class Piece:
     group: Group
     batch: Tensor  # [g]
     heads_k: slice
-    grids: dict = field(default_factory=dict)
+    limits: dict = field(default_factory=dict)
+    buffers: dict = field(default_factory=dict)
 
     @cached_property
     def heads_q(self) -> slice:
@@ -151,6 +152,13 @@ class Piece:
         """[size, group * tile_m, x] -> [g, heads_q, tile_m, x], a view."""
         return tile.view(self.batch.numel(), self.heads_q.stop - self.heads_q.start, -1, tile.shape[-1])
 
+    def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b in a buffer of this name: a fresh tile of 2 MiB for each product costs more in page faults than it."""
+        need = a.shape[0] * a.shape[1] * b.shape[2]
+        if name not in self.buffers or self.buffers[name].numel() < need:
+            self.buffers[name] = a.new_empty(need)
+        return torch.bmm(a, b, out=self.buffers[name][:need].view(a.shape[0], a.shape[1], b.shape[2]))
+
     @cached_property
     def folds(self) -> bool:
         """Whether nothing stands between q.k and the softmax, so that the change to log2 goes into q."""
@@ -172,7 +180,7 @@ class Piece:
         k1 = min(k0 + self.tiles.tile_n, self.group.k_len)
         heads, group = self.heads_q, self.group
         region = schedule.Region(self.batch, heads.start, heads.stop, q0, q1, k0, k1, group.q_len, group.k_len)
-        return Grid(self.problem, self.operands, region, full, self.grids)
+        return Grid(self.problem, self.operands, region, full, self.limits)
 
 
 def _pieces(problem: Problem, operands: Operands, tiles: Tiles) -> Iterator[Piece]:
@@ -200,7 +208,7 @@ def _forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
         acc = q_tile.new_zeros(*q_tile.shape[:2], piece.problem.dim_v)
         for grid in grids:
             k_tile, v_tile = _key_tiles(piece, grid)
-            s = torch.bmm(grid.clean_queries(piece, q_tile), k_tile.mT)  # [size, group * tile_m, tile_n]
+            s = piece.matmul("s", grid.clean_queries(piece, q_tile), k_tile.mT)  # [size, group * tile_m, tile_n]
             s = grid.finish(piece.unstack(s), piece.folds)[0].view_as(s)
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
             # A row without a key so far has maximum -inf; subtracting 0 from its -inf scores gives weight 0, not NaN.
@@ -248,7 +256,7 @@ def _backward(
     layout = piece.operands.layout
     q, o, do, rows_lse = (piece.read_q(x) for x in (piece.operands.q, out, dout, lse))
     rows_dlse = None if dlse is None else piece.read_q(dlse)
-    dq = torch.zeros(q.shape, dtype=piece.problem.accumulate) if "q" in grads else None
+    dq = torch.empty(q.shape, dtype=piece.problem.accumulate) if "q" in grads else None
     dk = torch.zeros_like(piece.k, memory_format=torch.contiguous_format) if "k" in grads else None
     dv = torch.zeros_like(piece.v, memory_format=torch.contiguous_format) if "v" in grads else None
     for q0, q1, grids in piece.rows():
@@ -264,9 +272,11 @@ def _backward(
         for name, tile in (("q", q_tile), ("out", do_tile), ("dout", do_tile), ("lse", delta)):
             load(name, tile, piece.heads)
         score_grads.add_sink(piece, log2_sum, delta)
+        dq_tile = None if dq is None else torch.zeros_like(q_tile)
         for grid in grids:
-            _backward_tile(piece, grid, rows, q_tile, do_tile, log2_sum, delta, (dq, dk, dv), score_grads)
-        if dq is not None:
+            _backward_tile(piece, grid, q_tile, do_tile, log2_sum, delta, (dq_tile, dk, dv), score_grads)
+        if dq is not None and dq_tile is not None:
+            dq[:, :, rows] = piece.unstack(dq_tile)
             store("dq", q_tile, piece.heads)
     if dq is not None:
         layout.write_q(grads["q"], piece.batch, piece.heads_q, dq.mul_(piece.problem.scale))
@@ -284,7 +294,6 @@ def _by_sequence(piece: Piece, rows: Tensor) -> Tensor:
 def _backward_tile(
     piece: Piece,
     grid: Grid,
-    rows: slice,
     q_tile: Tensor,
     do_tile: Tensor,
     log2_sum: Tensor,
@@ -296,7 +305,7 @@ def _backward_tile(
     keys = slice(grid.region.k0, grid.region.k1)
     k_tile, v_tile = _key_tiles(piece, grid)
     q_tile, do_tile = grid.clean_queries(piece, q_tile), grid.clean_queries(piece, do_tile)
-    s = torch.bmm(q_tile, k_tile.mT)  # [size, group * tile_m, tile_n]
+    s = piece.matmul("s", q_tile, k_tile.mT)  # [size, group * tile_m, tile_n]
     s4, steps = grid.finish(piece.unstack(s), piece.folds, keep_steps=True)
     p = s4.view_as(s).sub_(log2_sum).exp2_()
     if dv is not None:
@@ -307,13 +316,12 @@ def _backward_tile(
         store("dv", v_tile, piece.size)
     if dq is None and dk is None and not score_grads.wanted:
         return
-    dp = torch.bmm(do_tile, v_tile.mT)
+    dp = piece.matmul("dp", do_tile, v_tile.mT)
     grid.drop(piece.unstack(dp))
     ds = dp.sub_(delta).mul_(p)  # d loss / d (score after every modification)
     ds = score_grads.unwind(piece, grid, piece.unstack(ds), steps).view_as(ds)
     if dq is not None:
-        dq_tile = torch.bmm(ds, k_tile)
-        dq[:, :, rows] += piece.unstack(dq_tile)
+        dq.baddbmm_(ds, k_tile)
     if dk is not None:
         dk[:, keys].baddbmm_(ds.mT, q_tile)
         load("dk", k_tile, piece.size)
