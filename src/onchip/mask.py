@@ -93,7 +93,7 @@ class Rows:
 
     def allow(self, region: Region) -> Tensor:
         lo, hi = self.bounds(region)
-        return rules.allow(region.q, region.k, region.q_len, region.k_len, None, None, lo, hi)
+        return rules.allow(region.q, region.k, region.q_len, region.k_len, rules.Band(), lo, hi)
 
     def check(self, problem: Problem) -> None:
         if isinstance(self.value, Tensor):
@@ -298,8 +298,8 @@ class Mask:
 
     def allow(self, region: Region) -> Tensor:
         """Visible pairs of a region: bool, broadcastable to [g, heads, queries, keys]."""
-        first, last = rules.diagonals(region.q_len, region.k_len, self.band or rules.Band())
-        visible = rules.allow(region.q, region.k, region.q_len, region.k_len, first, last, None, None)
+        band = self.band or rules.Band()
+        visible = rules.allow(region.q, region.k, region.q_len, region.k_len, band, None, None)
         for part in self.parts:
             visible = visible & part.allow(region)
         return visible

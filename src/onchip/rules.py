@@ -4,7 +4,7 @@ Plain functions only: ``+ - * // min max & | <= ==``, ``is None`` and attributes
 tensors, and inside kernels. Every division acts on a non-negative value: Triton truncates where CPython floors.
 
 Indices: ``q`` and ``k`` count from the start of their own sequence; ``q_len`` and ``k_len`` are its lengths.
-A band is stated by the diagonals it spans: key ``k`` is visible to query ``q`` iff ``first <= k - q <= last``.
+A band is a range of diagonals: key ``k`` is visible to query ``q`` iff first <= k - q <= last.
 """
 
 from typing import NamedTuple
@@ -23,34 +23,42 @@ class Band(NamedTuple):
     top_right: int | None = None
 
 
-def diagonals(q_len, k_len, band):
-    """The band's range of ``k - q`` as ``(first, last)``, ``None`` where it is unbounded."""
-    first = None
-    last = None
-    if band.left is not None:
+def flip(band):
+    """The band with queries and keys exchanged: the query tiles of a key tile are `spans` of it."""
+    return Band(band.right, band.left, band.top_right, band.top_left)
+
+
+def first_diagonal(q_len, k_len, band):
+    """Least visible k - q, of a band that is bounded to the left."""
+    first = 0
+    if band.top_left is None:
         first = k_len - q_len - band.left
-    if band.top_left is not None:
-        if first is None:
-            first = 0 - band.top_left
-        else:
-            first = max(first, 0 - band.top_left)
-    if band.right is not None:
+    elif band.left is None:
+        first = 0 - band.top_left
+    else:
+        first = max(k_len - q_len - band.left, 0 - band.top_left)
+    return first
+
+
+def last_diagonal(q_len, k_len, band):
+    """Greatest visible k - q, of a band that is bounded to the right."""
+    last = 0
+    if band.top_right is None:
         last = k_len - q_len + band.right
-    if band.top_right is not None:
-        if last is None:
-            last = band.top_right
-        else:
-            last = min(last, band.top_right)
-    return first, last
+    elif band.right is None:
+        last = band.top_right + 0
+    else:
+        last = min(k_len - q_len + band.right, band.top_right)
+    return last
 
 
-def allow(q, k, q_len, k_len, first, last, lo, hi):
+def allow(q, k, q_len, k_len, band, lo, hi):
     """Whether query q may see key k: inside both sequences, the band, and the row's interval [lo, hi)."""
     ok = (q < q_len) & (k < k_len)
-    if first is not None:
-        ok = ok & (first <= k - q)
-    if last is not None:
-        ok = ok & (k - q <= last)
+    if (band.left is not None) or (band.top_left is not None):
+        ok = ok & (first_diagonal(q_len, k_len, band) <= k - q)
+    if (band.right is not None) or (band.top_right is not None):
+        ok = ok & (k - q <= last_diagonal(q_len, k_len, band))
     if lo is not None:
         ok = ok & (lo <= k)
     if hi is not None:
@@ -58,11 +66,11 @@ def allow(q, k, q_len, k_len, first, last, lo, hi):
     return ok
 
 
-def spans(i, tile_q, tile_k, q_len, k_len, first, last):
+def spans(i, tile_q, tile_k, q_len, k_len, band):
     """Key tiles of query tile i under a band: [lo, full_lo) and [full_hi, hi) partial, [full_lo, full_hi) full.
 
     A tile is full when every pair that exists in it is visible: the tail past either sequence does not count.
-    The same function with q and k exchanged and ``(-last, -first)`` gives the query tiles of a key tile.
+    The same function with q and k exchanged and the band flipped gives the query tiles of a key tile.
     """
     top = i * tile_q
     bottom = min(top + tile_q, q_len) - 1
@@ -70,18 +78,20 @@ def spans(i, tile_q, tile_k, q_len, k_len, first, last):
     full_lo_key = 0
     hi_key = k_len
     full_hi_key = k_len
-    if first is not None:
+    shut = k_len <= 0
+    if (band.left is not None) or (band.top_left is not None):
+        first = first_diagonal(q_len, k_len, band)
         lo_key = max(top + first, 0)
         full_lo_key = max(bottom + first, 0)
-    if last is not None:
+        if (band.right is not None) or (band.top_right is not None):
+            shut = shut | (last_diagonal(q_len, k_len, band) < first)
+    if (band.right is not None) or (band.top_right is not None):
+        last = last_diagonal(q_len, k_len, band)
         hi_key = max(min(bottom + last + 1, k_len), 0)
         full_hi_key = max(min(top + last + 1, k_len), 0)
+    shut = shut | (hi_key <= lo_key)
     hi = (hi_key + tile_k - 1) // tile_k
-    nothing = hi_key <= lo_key
-    if first is not None:
-        if last is not None:
-            nothing = nothing | (last < first)
-    lo = min(lo_key // tile_k + nothing * hi, hi)
+    lo = min(lo_key // tile_k + shut * hi, hi)
     full_lo = max(min((full_lo_key + tile_k - 1) // tile_k, hi), lo)
     full_hi = (full_hi_key + (k_len <= full_hi_key) * (tile_k - 1)) // tile_k
     full_hi = min(max(full_hi, full_lo), hi)

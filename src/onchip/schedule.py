@@ -188,12 +188,9 @@ def _all_open(region: Region, tiles: Tiles) -> Tensor:
 
 def _band_kinds(band: rules.Band, region: Region, tiles: Tiles) -> Tensor:
     m_blocks, n_blocks = tiles.count(region.q_len, region.k_len)
-    first, last = rules.diagonals(region.q_len, region.k_len, band)
     kinds = torch.zeros(m_blocks, n_blocks, dtype=torch.uint8)
     for i in range(m_blocks):
-        lo, full_lo, full_hi, hi = rules.spans(
-            i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, first, last
-        )
+        lo, full_lo, full_hi, hi = rules.spans(i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, band)
         kinds[i, lo:hi] = PARTIAL
         kinds[i, full_lo:full_hi] = FULL
     return kinds.to(region.batch.device)[None, None]
