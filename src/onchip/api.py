@@ -144,11 +144,10 @@ def attention_with_cache(
     place = cache_layout(q, k_cache, v_cache, new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     kind = "cache" if page_table is None else "paged"
     call = _call(q, k_cache, v_cache, place, kind, mask, score, backend, None, scale=scale, num_splits=num_splits)
-    lengths = torch.tensor(place.k_lens, dtype=torch.int64, device=q.device)
     if rotary is not None:
-        q, k = _rotate(rotary, q, k, lengths)
+        q, k = _rotate(rotary, q, k, place)
     if k is not None and v is not None:
-        _append(place, k_cache, v_cache, k, v, lengths - new)
+        _append(place, k_cache, v_cache, k, v)
     with torch.no_grad():
         out, lse = autograd.apply(Call(call.problem, _with_q(call.operands, q), call.backend, call.tiles))
     return (out, lse) if return_lse else out
@@ -156,9 +155,10 @@ def attention_with_cache(
 
 def _cast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Under autocast, what torch.matmul would do: floating inputs, but not float64, to the autocast dtype."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    kind = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(x: Any) -> Any:
         eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not torch.float64
@@ -226,22 +226,24 @@ def _check_new(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> int:
     return k.shape[1]
 
 
-def _rotate(rotary: Any, q: Tensor, k: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+def _rotate(rotary: Any, q: Tensor, k: Tensor | None, place: Cache) -> tuple[Tensor, Tensor | None]:
     """q and k turned to their positions: the last of each stands at the last key."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: got {type(rotary).__name__}, expected onchip.Rotary(cos, sin)")
-    rotary.check(q.shape[-1], int(lengths.max()) - 1 if lengths.numel() else -1)
+    rotary.check(q.shape[-1], place.seqlen_k - 1)
     turned = []
     for x in (q, k):
         if x is None:
             turned.append(None)
             continue
-        positions = (lengths - x.shape[1])[:, None] + torch.arange(x.shape[1], device=x.device)
+        positions = (place.lengths - x.shape[1])[:, None] + torch.arange(x.shape[1], device=x.device)
         turned.append(rotary.rotate(x, positions.clamp(min=0)))  # queries above the first key see none
     return turned[0], turned[1]
 
 
-def _append(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
-    row, slot = place.locate(torch.arange(k.shape[0], device=k.device), start, k.shape[1])
+def _append(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    row, slot = place.locate(torch.arange(k.shape[0], device=k.device), place.lengths - k.shape[1], k.shape[1])
+    if k.device.type == "cpu" and len(set(zip(row.flatten().tolist(), slot.flatten().tolist(), strict=True))) < row.numel():
+        raise ValueError("k: two sequences would append to the same slot, expected distinct cache_batch_idx or pages")
     k_cache[row, slot] = k
     v_cache[row, slot] = v

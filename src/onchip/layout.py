@@ -7,6 +7,7 @@ A layout answers how long each sequence is, and reads and writes the rows of som
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -14,14 +15,30 @@ from torch import Tensor
 
 
 class Layout(Protocol):
-    q_lens: list[int]
-    k_lens: list[int]
+    @property
+    def batch(self) -> int: ...
+    @property
+    def seqlen_q(self) -> int:
+        """The longest query sequence that there may be."""
+        ...
+
+    @property
+    def seqlen_k(self) -> int: ...
+    @property
+    def q_lens(self) -> list[int]:
+        """Length of each sequence. Reads them from the device where they are there."""
+        ...
+
+    @property
+    def k_lens(self) -> list[int]: ...
+    def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
+        """q and k lengths without a read from the device: an int for all, or [batch, 1, 1, 1]."""
+        ...
 
     def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor: ...
     def read_k(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor: ...
     def write_q(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None: ...
     def write_k(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None: ...
-    def tensors(self) -> tuple[Tensor, ...]: ...
 
 
 def _slots(batch: Tensor) -> slice | Tensor:
@@ -54,8 +71,8 @@ class Dense:
 
     read_k, write_k = read_q, write_q
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return ()
+    def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
+        return self.seqlen_q, self.seqlen_k
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +81,27 @@ class Varlen:
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    q_lens: list[int]
-    k_lens: list[int]
+    used_q: Tensor | None
+    used_k: Tensor | None
+    seqlen_q: int
+    seqlen_k: int
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens_q.numel() - 1
+
+    @cached_property
+    def q_lens(self) -> list[int]:
+        return (self.cu_seqlens_q.diff() if self.used_q is None else self.used_q).tolist()
+
+    @cached_property
+    def k_lens(self) -> list[int]:
+        return (self.cu_seqlens_k.diff() if self.used_k is None else self.used_k).tolist()
+
+    def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
+        q = self.cu_seqlens_q.diff() if self.used_q is None else self.used_q
+        k = self.cu_seqlens_k.diff() if self.used_k is None else self.used_k
+        return q.long().view(-1, 1, 1, 1), k.long().view(-1, 1, 1, 1)
 
     def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
         return _read_packed(tensor, self.cu_seqlens_q, batch, heads, length)
@@ -78,9 +114,6 @@ class Varlen:
 
     def write_k(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None:
         _write_packed(tensor, self.cu_seqlens_k, batch, heads, rows)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.cu_seqlens_q, self.cu_seqlens_k
 
 
 def _packed_rows(cu_seqlens: Tensor, batch: Tensor, length: int) -> slice | Tensor:
@@ -110,12 +143,28 @@ class Cache:
     slot s of sequence b is row s % page_size of page page_table[b, s // page_size].
     """
 
-    q_lens: list[int]
-    k_lens: list[int]
+    seqlen_q: int
+    seqlen_k: int
+    lengths: Tensor  # (batch,) keys of each sequence
     leftpad: Tensor  # (batch,)
     index: Tensor  # (batch,) cache row of each sequence; unused when paged
     page_table: Tensor | None
     page_size: int
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def q_lens(self) -> list[int]:
+        return [self.seqlen_q] * self.batch
+
+    @cached_property
+    def k_lens(self) -> list[int]:
+        return self.lengths.tolist()
+
+    def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
+        return self.seqlen_q, self.lengths.view(-1, 1, 1, 1)
 
     def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
         return tensor[_slots(batch), :length, heads].transpose(1, 2)
@@ -139,6 +188,3 @@ class Cache:
         if self.page_table is None:
             return self.index[batch][:, None].expand_as(slot), slot
         return self.page_table[batch[:, None], slot // self.page_size].long(), slot % self.page_size
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in (self.leftpad, self.index, self.page_table) if t is not None)

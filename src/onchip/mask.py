@@ -124,10 +124,11 @@ class Documents:
 
     def allow(self, region: Region) -> Tensor:
         ids_q, ids_k = (x[region.batch] if x.shape[0] > 1 else x for x in (self.ids_q, self.ids_k))
-        # One list of ids is by key position, where the last query stands at the last key.
-        shift = region.k_len - region.q_len if ids_q is ids_k else 0
-        q = ids_q[:, None, shift + region.q0 : shift + region.q1, None]
-        return q == ids_k[:, None, None, region.k0 : region.k1]
+        # One list of ids is by key position, where the last query stands at the last key. Queries that stand before
+        # the first key (in a packed sequence with more queries than keys) belong to no document.
+        position = region.q[0, 0, :, 0] + (region.k_len - region.q_len if self.ids_q is self.ids_k else 0)
+        own = ids_q[:, position.clamp(min=0)][:, None, :, None]
+        return (own == ids_k[:, None, None, region.k0 : region.k1]) & (position >= 0)[:, None]
 
     def check(self, problem: Problem) -> None:
         if self.ids_q is self.ids_k:

@@ -147,8 +147,9 @@ def _chunk(q, q_len, k_len, size):
 
 
 def _document(q, q_len, k_len, bounds):
-    own = bounds[0, q + (k_len - q_len)]
-    return own[..., 0], own[..., 1]
+    position = q + (k_len - q_len)  # negative: before the first key, in no document; past the end: any
+    own = bounds[0, position.clamp(0, max(bounds.shape[1] - 1, 0))]
+    return own[..., 0], torch.where(position < 0, 0, own[..., 1])
 
 
 def _document_bounds(cu_seqlens: Tensor) -> Tensor:

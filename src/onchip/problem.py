@@ -80,6 +80,7 @@ class Operands:
 class Output:
     out: Tensor  # shaped as q, with dim_v
     lse: Tensor  # (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
+    rest: Tensor | None = None  # what lse lost to rounding, shaped as it: lse + rest is exact to twice the digits
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +89,7 @@ class Saved:
 
     out: Tensor
     lse: Tensor
+    rest: Tensor | None
     needs: frozenset[str]
 
 
@@ -104,13 +106,11 @@ class Grads:
 def state(q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: Any, **options: Any) -> Problem:
     """The Problem of a call, after every check of it. q, k, v as in Operands (meta tensors do)."""
     mask, score = check_types(mask, score)
-    packed = kind == "varlen"
-    seqlen_q, seqlen_k = (max(x, default=0) for x in (layout.q_lens, layout.k_lens))
     problem = Problem(
         layout=kind,
-        batch=len(layout.q_lens),
-        seqlen_q=seqlen_q if packed else q.shape[1],
-        seqlen_k=seqlen_k,
+        batch=layout.batch,
+        seqlen_q=layout.seqlen_q,
+        seqlen_k=layout.seqlen_k,
         heads_q=q.shape[-2],
         heads_k=k.shape[-2],
         dim=q.shape[-1],

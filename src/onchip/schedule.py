@@ -146,6 +146,9 @@ def _equal_rows(kinds: Tensor) -> list[list[int]]:
 
 def classify(mask: Mask, region: Region, tiles: Tiles) -> Tensor:
     """Kinds of the tiles of whole sequences: uint8 [g | 1, heads | 1, m_blocks, n_blocks]."""
+    if region.q_len == 0 or region.k_len == 0:
+        shape = (1, 1, *tiles.count(region.q_len, region.k_len))
+        return torch.zeros(shape, dtype=torch.uint8, device=region.batch.device)
     kinds = _mask_kinds(mask, region, tiles)
     if (kinds == _OPEN).any():
         kinds = kinds.expand(region.batch.numel(), region.head1 - region.head0, -1, -1).clone()
@@ -212,8 +215,7 @@ def _row_kinds(rows: Rows, region: Region, tiles: Tiles) -> Tensor:
         full = (row_lo.amax(2) <= start) & (stop <= row_hi.amin(2))  # [g, 1, n_blocks]
         some = (torch.maximum(row_lo, start) < torch.minimum(row_hi, stop)).any(2)
         result.append(torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8))
-    kinds = torch.stack(result, dim=2) if result else torch.zeros(1, 1, 0, n_blocks, dtype=torch.uint8, device=device)
-    return kinds.expand(-1, -1, m_blocks, -1)
+    return torch.stack(result, dim=2).expand(-1, -1, m_blocks, -1)
 
 
 def _four(x: Tensor) -> tuple[int, ...]:

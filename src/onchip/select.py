@@ -10,10 +10,11 @@ from onchip.problem import Problem
 
 # Every backend, fastest first. The reference is dense: it runs only by name.
 BACKENDS = {
+    "triton": "onchip.backends.triton",
     "cpu": "onchip.backends.cpu",
     "reference": "onchip.backends.reference",
 }
-AUTOMATIC = ("cpu",)
+AUTOMATIC = ("triton", "cpu")
 
 
 def load(name: str) -> Backend:

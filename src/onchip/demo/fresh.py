@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PARTS = ("train", "scaling")
 
 
@@ -43,7 +41,7 @@ def stream(part: str, **options: Any) -> Iterator[dict[str, Any]]:
         raise RuntimeError(f"the demo's part {part!r} ended with status {status}; its error is above")
 
 
-def attention_named(name: str) -> Callable[..., torch.Tensor]:
+def attention_named(name: str) -> Callable[..., Any]:
     """Causal attention(q, k, v) on (batch, seqlen, heads, dim): "dense" or "onchip"."""
     if name == "dense":
         from onchip.demo import dense

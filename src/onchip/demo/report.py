@@ -18,7 +18,7 @@ from onchip.demo import scaling
 
 INK = "#010203"  # drawn in this colour, it takes the page's text colour, light or dark
 COLORS = {"dense": "#d9822b", "onchip": "#1f9aa8"}
-RC = {
+RC: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.size": 9,
     "axes.edgecolor": INK,

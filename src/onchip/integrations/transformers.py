@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,12 +54,12 @@ class Visible(Tensor):
     causal: bool
 
     @staticmethod
-    def __new__(
-        cls, shape: tuple[int, ...], device: Any, mask: onchip.Mask | None, keys: int, causal: bool
-    ) -> Visible:
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
-        self.mask, self.keys, self.causal = mask, keys, causal
-        return self
+    def of(shape: tuple[int, ...], device: Any, mask: onchip.Mask | None, keys: int, causal: bool) -> Visible:
+        made: Any = Tensor._make_wrapper_subclass(
+            Visible, shape, dtype=torch.bool, device=torch.device(device)
+        )
+        made.mask, made.keys, made.causal = mask, keys, causal
+        return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,6 +81,7 @@ def visible_keys(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Tensor:
@@ -88,34 +89,36 @@ def visible_keys(
 
     Query i is at position q_offset + i, key j at kv_offset + j; attention_mask (batch, positions) is True at tokens.
     """
+    if unknown := kwargs.keys() - {
+        "local_size",
+        "dtype",
+        "config",
+    }:  # the window again; for other kinds of masks
+        raise NotImplementedError(f"onchip: a mask with {', '.join(sorted(unknown))}, which is not supported")
     found = band(mask_function)
-    if found and (
-        allow_is_causal_skip or allow_is_bidirectional_skip
-    ):  # neither: the model needs a real tensor
-        left, right = found
-        end = int(q_offset) + q_length - kv_offset  # the key at the last query's position, exclusive
+    if allow_is_causal_skip or allow_is_bidirectional_skip:  # else the model needs a real tensor
+        left, right = found or (None, None)
+        end = int(q_offset) + q_length - kv_offset  # one past the last query's own key
         keys = min(end, kv_length) if right == 0 else kv_length
-        if keys == end or found == (None, None):  # onchip aligns the last query with the last key
-            mask = None if found == (None, None) else onchip.window(left, right)
-            pad = None if attention_mask is None else token_mask(attention_mask[:, kv_offset:], keys)
-            mask = pad if mask is None else mask if pad is None else mask & pad
-            return Visible((batch_size, 1, q_length, kv_length), device, mask, keys, causal=right == 0)
+        # A band is aligned so that the last query is at the last key; without a band that does not matter.
+        if found and (keys == end or found == (None, None)):
+            seen = None if found == (None, None) else onchip.window(left, right)
+            tokens = None if attention_mask is None else token_mask(attention_mask[:, kv_offset:], keys)
+            mask = seen & tokens if seen and tokens else seen or tokens
+            return Visible.of((batch_size, 1, q_length, kv_length), device, mask, keys, causal=right == 0)
     if q_length > 1:
         pattern = getattr(mask_function, "__qualname__", repr(mask_function))
         size = batch_size * q_length * kv_length
-        warnings.warn(
-            f"onchip: mask pattern {pattern} is stored as a boolean tensor of {size} bytes", stacklevel=2
-        )
-    dense = sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=False, device=device, use_vmap=kwargs.get("use_vmap", False),
+        warnings.warn(f"onchip: mask {pattern} is stored as a boolean tensor of {size} bytes", stacklevel=2)
+    made = sdpa_mask(
+        batch_size, q_length, kv_length, cast(int, q_offset), kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
     )  # fmt: skip
-    assert dense is not None  # None would mean a skip, and none is allowed
-    return dense
+    return cast(Tensor, made)  # it is None only where a skip is allowed
 
 
 def band(mask_function: Callable) -> tuple[int | None, int | None] | None:
-    """How far a query sees to its (left, right), None = all the way, if the mask function is such a band, else None.
+    """How far a query sees to its (left, right), None = all the way; None when that does not describe the function.
 
     transformers composes its mask functions from closures; they are recognised by name, so one that is renamed in
     another version merely becomes a boolean tensor.
@@ -124,9 +127,7 @@ def band(mask_function: Callable) -> tuple[int | None, int | None] | None:
         return None, 0
     if mask_function is bidirectional_mask_function:
         return None, None
-    if getattr(
-        mask_function, "__module__", None
-    ) != causal_mask_function.__module__ or not inspect.isfunction(mask_function):
+    if not inspect.isfunction(mask_function) or mask_function.__module__ != causal_mask_function.__module__:
         return None
     closure = inspect.getclosurevars(mask_function).nonlocals
     match mask_function.__qualname__.split(".")[0]:
@@ -216,7 +217,7 @@ def attend(
         scale=scaling,
         dropout=dropout,
     )
-    return out, None
+    return cast(Tensor, out), None
 
 
 def implied_mask(

@@ -110,11 +110,11 @@ class Grid:
         return torch.where(unseen, 0.0, by_sequence).view_as(tile)
 
     def finish(self, s: Tensor, folds: bool, keep_steps: bool = False) -> tuple[Tensor, Steps]:
-        """Scaled q.k to masked scores in log2 units; may overwrite s."""
+        """Scaled q.k to modified and masked scores, in log2 units where nothing modifies them; may overwrite s."""
         steps = Steps(None, None)
         if not folds:
             s, steps = _modified(self.operands.score, s, self.region, keep_steps)
-            s = s * LOG2E
+            s = s.contiguous()
         if self.limit is not None:
             s = torch.minimum(s, self.limit.ceiling, out=s)
             if steps.unmodified is not None:  # a mod may be NaN where nothing is visible, which minimum() keeps
@@ -166,14 +166,14 @@ class ScoreGrads:
     def wanted(self) -> bool:
         return self.bias is not None or self.alibi is not None
 
-    def add_sink(self, piece: Piece, log2_sum: Tensor, delta: Tensor) -> None:
+    def add_sink(self, piece: Piece, row_lse: Tensor, delta: Tensor) -> None:
         """The sink takes part as a key without value: dP = 0, so dS = -P * delta."""
         if self.sink is None:
             return
         sink = piece.operands.score.sink
         assert sink is not None
-        logit = sink[piece.heads_q].to(delta.dtype).view(1, -1, 1, 1) * LOG2E
-        p = (logit - piece.unstack(log2_sum)).exp2()
+        logit = sink[piece.heads_q].to(delta.dtype).view(1, -1, 1, 1)
+        p = (logit - piece.unstack(row_lse)).exp()
         self.sink[piece.heads_q] -= (p * piece.unstack(delta)).sum((0, 2, 3))
 
     def unwind(self, piece: Piece, grid: Grid, ds: Tensor, steps: Steps) -> Tensor:

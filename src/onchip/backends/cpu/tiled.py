@@ -82,24 +82,28 @@ def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
     out = q.new_zeros(*q.shape[:-1], problem.dim_v)
     lse_shape = (q.shape[1], q.shape[0]) if problem.layout == "varlen" else (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_full(lse_shape, -torch.inf, dtype=problem.accumulate)
-    rows_of_lse = lse.t().unsqueeze(-1) if problem.layout == "varlen" else lse.transpose(1, 2).unsqueeze(-1)
+    rest = torch.zeros_like(lse)
     for piece in _pieces(problem, operands, tiles):
-        _forward(piece, out, rows_of_lse)
-    return Output(out, lse)
+        _forward(piece, out, as_rows(lse), as_rows(rest))
+    return Output(out, lse, rest)
+
+
+def as_rows(lse: Tensor) -> Tensor:
+    """(batch, heads, seqlen) or packed (heads, total) as rows of dim 1 in q's order, a view."""
+    return lse.transpose(-1, -2).unsqueeze(-1)
 
 
 def backward(
     problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
 ) -> Grads:
-    needs, varlen = saved.needs, problem.layout == "varlen"
+    needs = saved.needs
     tensors = {"q": operands.q, "k": operands.k, "v": operands.v}
     grads = {name: torch.zeros_like(tensors[name]) for name in "qkv" if name in needs}
     score_grads = ScoreGrads.zeros(problem, operands.score, needs)
-    as_rows = [None if x is None else (x.t() if varlen else x.transpose(1, 2)).unsqueeze(-1) for x in (saved.lse, dlse)]
-    lse, dlse_rows = as_rows
-    assert lse is not None
+    assert saved.rest is not None
+    rows = as_rows(saved.lse), as_rows(saved.rest), None if dlse is None else as_rows(dlse)
     for piece in _pieces(problem, operands, tiles):
-        _backward(piece, saved.out, lse, dout, dlse_rows, grads, score_grads)
+        _backward(piece, saved.out, dout, rows, grads, score_grads)
     return Grads(**grads, **score_grads.result(operands.score))
 
 
@@ -150,7 +154,8 @@ class Piece:
 
     def unstack(self, tile: Tensor) -> Tensor:
         """[size, group * tile_m, x] -> [g, heads_q, tile_m, x], a view."""
-        return tile.view(self.batch.numel(), self.heads_q.stop - self.heads_q.start, -1, tile.shape[-1])
+        heads = self.heads_q.stop - self.heads_q.start
+        return tile.view(self.batch.numel(), heads, tile.shape[1] // self.problem.group, tile.shape[-1])
 
     def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a @ b in a buffer of this name: a fresh tile of 2 MiB for each product costs more in page faults than it."""
@@ -166,7 +171,18 @@ class Piece:
 
     @property
     def factor(self) -> float:
+        """What q is multiplied by."""
         return self.problem.scale * (LOG2E if self.folds else 1.0)
+
+    @property
+    def unit(self) -> float:
+        """log2(e) over the unit of the scores: 1 where they are in log2, so that exp2(unit * s) = e^(natural s)."""
+        return 1.0 if self.folds else LOG2E
+
+    def weights(self, s: Tensor, base: Tensor) -> Tensor:
+        """e^(s - base) in place. The difference comes first: a score of -3e38 must not overflow by the unit."""
+        s.sub_(base)
+        return (s if self.folds else s.mul_(LOG2E)).exp2_()
 
     def rows(self) -> Iterator[tuple[int, int, list[Grid]]]:
         """Query tiles [q0, q1), each with the score tiles to visit."""
@@ -196,11 +212,11 @@ def _pieces(problem: Problem, operands: Operands, tiles: Tiles) -> Iterator[Piec
                 yield Piece(problem, operands, tiles, group, batch, slice(head, min(head + step, head1)))
 
 
-def _forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
+def _forward(piece: Piece, out: Tensor, lse: Tensor, rest: Tensor) -> None:
     layout, dtype = piece.operands.layout, piece.problem.accumulate
     q = piece.read_q(piece.operands.q)
     out_rows = torch.empty(*q.shape[:-1], piece.problem.dim_v, dtype=dtype)
-    lse_rows = torch.empty(*q.shape[:-1], 1, dtype=dtype)
+    lse_rows, rest_rows = (torch.empty(*q.shape[:-1], 1, dtype=dtype) for _ in range(2))
     for q0, q1, grids in piece.rows():
         q_tile = piece.stack(q[:, :, q0:q1]) * piece.factor  # [size, group * tile_m, dim]
         load("q", q_tile, piece.heads)
@@ -213,8 +229,8 @@ def _forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
             # A row without a key so far has maximum -inf; subtracting 0 from its -inf scores gives weight 0, not NaN.
             base = new_max.masked_fill(new_max == -torch.inf, 0.0)
-            p = s.sub_(base).exp2_()
-            alpha = (row_max - base).exp2_()
+            p = piece.weights(s, base)
+            alpha = piece.weights(row_max, base)
             row_sum = row_sum * alpha + p.sum(-1, keepdim=True)
             row_max = new_max
             grid.drop(piece.unstack(p))
@@ -222,11 +238,16 @@ def _forward(piece: Piece, out: Tensor, lse: Tensor) -> None:
         acc /= row_sum.masked_fill(row_sum == 0, 1.0)
         base = row_max.masked_fill(row_max == -torch.inf, 0.0)
         out_rows[:, :, q0:q1] = piece.unstack(acc)
-        lse_rows[:, :, q0:q1] = piece.unstack(base + row_sum.log2()) * LN2
+        tail = row_sum.log()  # lse = base + tail, kept as its rounded sum and what that lost
+        base *= LN2 * piece.unit
+        row_lse = base + tail
+        lse_rows[:, :, q0:q1] = piece.unstack(row_lse)
+        rest_rows[:, :, q0:q1] = piece.unstack((base - row_lse + tail).nan_to_num_(nan=0.0))
         store("out", acc, piece.heads)
         store("lse", row_sum, piece.heads)
     layout.write_q(out, piece.batch, piece.heads_q, out_rows)
     layout.write_q(lse, piece.batch, piece.heads_q, lse_rows)
+    layout.write_q(rest, piece.batch, piece.heads_q, rest_rows)
 
 
 def _start(piece: Piece, tile_m: int) -> tuple[Tensor, Tensor]:
@@ -236,8 +257,9 @@ def _start(piece: Piece, tile_m: int) -> tuple[Tensor, Tensor]:
     if sink is None:
         row_max = torch.full(shape, -torch.inf, dtype=piece.problem.accumulate)
     else:
-        row_max = (sink[piece.heads_q].to(piece.problem.accumulate) * LOG2E).view(1, -1, 1, 1).expand(shape)
-    row_max = row_max.reshape(piece.size, -1, 1)
+        logit = sink[piece.heads_q].to(piece.problem.accumulate) * (LOG2E / piece.unit)
+        row_max = logit.view(1, -1, 1, 1).expand(shape)
+    row_max = row_max.reshape(piece.size, -1, 1).contiguous()
     return row_max, (row_max > -torch.inf).to(row_max.dtype)
 
 
@@ -251,30 +273,38 @@ def _key_tiles(piece: Piece, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    piece: Piece, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: dict, score_grads: ScoreGrads
+    piece: Piece,
+    out: Tensor,
+    dout: Tensor,
+    statistics: tuple[Tensor, Tensor, Tensor | None],
+    grads: dict,
+    score_grads: ScoreGrads,
 ) -> None:
+    """`statistics`: lse, what it lost to rounding, and its upstream gradient, as rows."""
     layout = piece.operands.layout
-    q, o, do, rows_lse = (piece.read_q(x) for x in (piece.operands.q, out, dout, lse))
-    rows_dlse = None if dlse is None else piece.read_q(dlse)
+    q, o, do = (piece.read_q(x) for x in (piece.operands.q, out, dout))
+    lse, rest, dlse = (None if x is None else piece.read_q(x) for x in statistics)
+    assert lse is not None and rest is not None
     dq = torch.empty(q.shape, dtype=piece.problem.accumulate) if "q" in grads else None
     dk = torch.zeros_like(piece.k, memory_format=torch.contiguous_format) if "k" in grads else None
     dv = torch.zeros_like(piece.v, memory_format=torch.contiguous_format) if "v" in grads else None
     for q0, q1, grids in piece.rows():
         rows = slice(q0, q1)
         q_tile, do_tile = piece.stack(q[:, :, rows]) * piece.factor, piece.stack(do[:, :, rows])
-        # exp2(s - inf) = 0: rows without a key get no weight, whatever their upstream gradient holds.
-        log2_sum = piece.stack(rows_lse[:, :, rows]) * LOG2E
-        log2_sum = log2_sum.masked_fill(log2_sum == -torch.inf, torch.inf)
+        # e^(s - inf) = 0: rows without a key get no weight, whatever their upstream gradient holds.
+        row_lse = piece.stack(lse[:, :, rows])
+        row_lse = row_lse.masked_fill(row_lse == -torch.inf, torch.inf)
         delta = (do_tile * piece.stack(o[:, :, rows])).sum(-1, keepdim=True)
-        if rows_dlse is not None:
-            delta -= piece.stack(rows_dlse[:, :, rows])
-        delta.masked_fill_(log2_sum == torch.inf, 0.0)
+        if dlse is not None:
+            delta -= piece.stack(dlse[:, :, rows])
+        delta.masked_fill_(row_lse == torch.inf, 0.0)
+        row = (row_lse, piece.stack(rest[:, :, rows]), delta)
         for name, tile in (("q", q_tile), ("out", do_tile), ("dout", do_tile), ("lse", delta)):
             load(name, tile, piece.heads)
-        score_grads.add_sink(piece, log2_sum, delta)
+        score_grads.add_sink(piece, row_lse, delta)
         dq_tile = None if dq is None else torch.zeros_like(q_tile)
         for grid in grids:
-            _backward_tile(piece, grid, q_tile, do_tile, log2_sum, delta, (dq_tile, dk, dv), score_grads)
+            _backward_tile(piece, grid, q_tile, do_tile, row, (dq_tile, dk, dv), score_grads)
         if dq is not None and dq_tile is not None:
             dq[:, :, rows] = piece.unstack(dq_tile)
             store("dq", q_tile, piece.heads)
@@ -288,7 +318,8 @@ def _backward(
 
 
 def _by_sequence(piece: Piece, rows: Tensor) -> Tensor:
-    return rows.view(piece.batch.numel(), -1, *rows.shape[1:])
+    sequences = piece.batch.numel()
+    return rows.view(sequences, rows.shape[0] // sequences, *rows.shape[1:])
 
 
 def _backward_tile(
@@ -296,18 +327,19 @@ def _backward_tile(
     grid: Grid,
     q_tile: Tensor,
     do_tile: Tensor,
-    log2_sum: Tensor,
-    delta: Tensor,
+    row: tuple[Tensor, Tensor, Tensor],
     sums: tuple[Tensor | None, Tensor | None, Tensor | None],
     score_grads: ScoreGrads,
 ) -> None:
+    row_lse, row_rest, delta = row
     dq, dk, dv = sums
     keys = slice(grid.region.k0, grid.region.k1)
     k_tile, v_tile = _key_tiles(piece, grid)
     q_tile, do_tile = grid.clean_queries(piece, q_tile), grid.clean_queries(piece, do_tile)
     s = piece.matmul("s", q_tile, k_tile.mT)  # [size, group * tile_m, tile_n]
     s4, steps = grid.finish(piece.unstack(s), piece.folds, keep_steps=True)
-    p = s4.view_as(s).sub_(log2_sum).exp2_()
+    # s - lse first: near one another, their difference is exact, and what lse lost to rounding counts in full.
+    p = piece.weights(s4.view_as(s).sub_(row_lse * (LOG2E / piece.unit)), row_rest * (LOG2E / piece.unit))
     if dv is not None:
         dropped = p if grid.kept is None else p.clone()
         grid.drop(piece.unstack(dropped))

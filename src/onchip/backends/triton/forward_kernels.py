@@ -1,0 +1,191 @@
+"""The forward kernel, and the kernel that merges split keys.
+
+One program computes a tile of queries of one head (or of the PACK query heads of a key head, stacked as rows) against
+its keys, or against one of `splits` shares of them.
+"""
+
+import triton
+import triton.language as tl
+
+from onchip.backends.triton.parts import (
+    LN2,
+    LOG2E,
+    Drop,
+    Place,
+    Rows,
+    Scores,
+    View,
+    keep_bits,
+    key_offsets,
+    load_block,
+    load_rows,
+    modified,
+    row_offsets,
+    sequence,
+    store_rows,
+    tile_number,
+    tile_range,
+    visible_pairs,
+)
+
+
+@triton.jit
+def attend(acc, row_max, row_sum, q, k: View, v: View, k_desc, v_desc, place: Place, band, rows: Rows, lists,
+           mask_args, score: Scores, drop: Drop, b, head, head_k, h, qi, i, lo, hi, width, k_start, q_len, k_len,
+           heads_q, scale, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr,
+           TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr,
+           MASKED: tl.constexpr, MODIFIED: tl.constexpr):  # fmt: skip
+    """Online softmax over the tiles at positions [lo, hi). row_max is in units of log2."""
+    for position in tl.range(lo, hi):
+        n0 = tile_number(lists, b, head, i, position, width) * TILE_N
+        keys = n0 + tl.arange(0, TILE_N)
+        if k_desc is not None:
+            batch = b if place.cu_k is None else 0
+            k_tile = load_block(k_desc, batch, head_k, k_start + n0, TILE_N, DIM)
+        else:
+            ok = keys < k_len if MASKED else None
+            inside = tl.minimum(keys, k_len - 1) if MASKED else keys
+            k_off = key_offsets(k, place, b, k_start, inside)
+            k_tile = load_rows(k.ptr + head_k.to(tl.int64) * k.head, k_off, k.dim, ok, D, DIM)
+        s = tl.dot(q, tl.trans(k_tile), input_precision="ieee")  # [TILE_M, TILE_N]
+        unit = scale * LOG2E
+        if MODIFIED:
+            s, _ = modified(s * scale, score, b, h[:, None], qi[:, None], keys[None, :], q_len, k_len, MOD)
+            s *= LOG2E
+            unit = 1.0
+        if MASKED:
+            visible = visible_pairs(
+                band, rows, mask_args, b, h[:, None], qi[:, None], keys[None, :], q_len, k_len, FN
+            )
+            s = tl.where(visible, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * unit)
+        base = new_max
+        if MASKED or MODIFIED:  # a row without a key so far: -inf - -inf would be NaN
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.math.exp2(s * unit - base[:, None])
+        alpha = tl.math.exp2(row_max - base)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+        if drop is not None:
+            p = tl.where(keep_bits(drop, b, h, heads_q, qi, n0, TILE_M, TILE_N), p, 0.0)
+        if v_desc is not None:
+            batch = b if place.cu_k is None else 0
+            v_tile = load_block(v_desc, batch, head_k, k_start + n0, TILE_N, DIM_V)
+        else:
+            ok = keys < k_len if MASKED else None
+            inside = tl.minimum(keys, k_len - 1) if MASKED else keys
+            v_off = key_offsets(v, place, b, k_start, inside)
+            v_tile = load_rows(v.ptr + head_k.to(tl.int64) * v.head, v_off, v.dim, ok, DV, DIM_V)
+        if MASKED:  # keys that no query here sees may hold NaN, and 0 * NaN is NaN
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+            v_tile = tl.where(seen[:, None], v_tile, 0.0)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["len_q", "len_k", "m_blocks", "width", "heads_q"])
+def forward_kernel(q: View, k: View, v: View, out: View, lse: View, k_desc, v_desc, place: Place, band, rows: Rows,
+                   lists, mask_args, score: Scores, drop: Drop, scale, len_q, len_k, heads_q, m_blocks, width, splits,
+                   GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
+                   DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
+                   MOD: tl.constexpr, SIGN: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    TILE_Q: tl.constexpr = TILE_M // PACK
+    MODIFIED: tl.constexpr = (
+        (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
+    )
+    pid = tl.program_id(0)
+    i = pid % m_blocks
+    if band.right is not None:  # the longest tiles of a causal mask first
+        i = m_blocks - 1 - i
+    steps = heads_q // PACK
+    head = (pid // m_blocks) % steps  # of packs
+    b = pid // m_blocks // steps
+    q_start, k_start, q_len, k_len = sequence(place, b, len_q, len_k)
+    if i * TILE_Q >= q_len:
+        return
+
+    r = tl.arange(0, TILE_M)
+    qi = i * TILE_Q + r // PACK
+    h = head * PACK + r % PACK
+    head_k = head * PACK // GROUP
+    row_ok = (qi < q_len) & (r < TILE_Q * PACK)
+    q_off = row_offsets(q, place, b, q_start, qi) + h.to(tl.int64) * q.head
+    q_tile = load_rows(q.ptr, q_off, q.dim, row_ok, D, DIM)
+    if SIGN == -1:
+        q_tile = -q_tile
+    if SIGN == 0:
+        q_tile = tl.zeros_like(q_tile)
+
+    acc = tl.zeros([TILE_M, DIM_V], tl.float32)
+    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    if score.sink is not None:  # the sink is a key without value, which the first split takes
+        sink = tl.load(score.sink + h, mask=row_ok, other=0.0).to(tl.float32) * LOG2E
+        if SPLIT:
+            sink = tl.where(tl.program_id(1) == 0, sink, float("-inf"))
+        row_max = sink
+        row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
+
+    lo, full_lo, full_hi, hi = tile_range(place, band, rows, lists, b, head, i, qi, row_ok, q_len, k_len,
+                                          TILE_Q, TILE_N, FN)  # fmt: skip
+    if SPLIT:
+        share = tl.program_id(1)
+        first = lo + (hi - lo) * share // splits
+        last = lo + (hi - lo) * (share + 1) // splits
+        lo = first
+        full_lo = min(max(full_lo, first), last)
+        full_hi = min(max(full_hi, first), last)
+        hi = last
+    for part in tl.static_range(3):
+        MASKED: tl.constexpr = part != 1
+        start = lo if part == 0 else (full_lo if part == 1 else full_hi)
+        stop = full_lo if part == 0 else (full_hi if part == 1 else hi)
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, q_tile, k, v, k_desc, v_desc, place, band, rows, lists, mask_args, score, drop,
+            b, head, head_k, h, qi, i, start, stop, width, k_start, q_len, k_len, heads_q, scale,
+            D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MASKED, MODIFIED)  # fmt: skip
+
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / total[:, None]
+    if drop is not None:
+        acc = acc * drop.keep_scale
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_lse = (base + tl.math.log2(row_sum)) * LN2
+    if SPLIT:  # partial results: split outermost, then as out and lse
+        b_out = tl.program_id(1) * (tl.num_programs(0) // m_blocks // steps) + b
+    else:
+        b_out = b
+    out_off = row_offsets(out, place, b_out, q_start, qi) + h.to(tl.int64) * out.head
+    store_rows(out.ptr, out_off, out.dim, row_ok, acc, DV, DIM_V)
+    lse_off = row_offsets(lse, place, b_out, q_start, qi) + h.to(tl.int64) * lse.head
+    tl.store(lse.ptr + lse_off, row_lse, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def combine_kernel(partial, partial_lse, out: View, lse: View, rows, len_q, heads_q, splits, DV: tl.constexpr,
+                   DIM_V: tl.constexpr):  # fmt: skip
+    """Merge the splits of one (sequence, query, head) row: partial (splits, rows, DV) fp32, in a fixed order."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DIM_V)
+    acc = tl.zeros([DIM_V], tl.float32)
+    row_max = tl.full([], float("-inf"), tl.float32)
+    row_sum = tl.zeros([], tl.float32)
+    for s in range(splits):
+        part_lse = tl.load(partial_lse + s * rows + row)
+        part = tl.load(partial + (s * rows + row) * DV + d, mask=d < DV, other=0.0)
+        new_max = tl.maximum(row_max, part_lse)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.exp(row_max - base)
+        weight = tl.exp(part_lse - base)
+        acc = acc * alpha + part * weight
+        row_sum = row_sum * alpha + weight
+        row_max = new_max
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    head = row % heads_q
+    qi = (row // heads_q) % len_q
+    b = row // heads_q // len_q
+    offset = b * out.batch + qi * out.row + head * out.head
+    tl.store(out.ptr + offset + d * out.dim, (acc / total).to(out.ptr.dtype.element_ty), mask=d < DV)
+    tl.store(lse.ptr + b * lse.batch + qi * lse.row + head * lse.head, base + tl.log(row_sum))

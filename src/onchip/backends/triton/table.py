@@ -1,0 +1,53 @@
+"""Tile sizes by head dim, itemsize, pass and architecture: a short table, each row with its reason.
+
+`Config` counts queries (tile_m) and keys (tile_n) of a tile, warps of a program, and stages of its load pipeline.
+"""
+
+from typing import NamedTuple
+
+from onchip.problem import Problem
+
+
+class Config(NamedTuple):
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (pass, largest head dim, itemsize) -> Config; the first row that fits is taken.
+TABLE: dict[tuple[str, int, int], Config] = {
+    ("forward", 64, 2): Config(128, 128, 8, 3),
+    ("forward", 128, 2): Config(128, 128, 8, 2),
+    ("forward", 256, 2): Config(128, 64, 8, 2),
+    ("forward", 512, 2): Config(64, 32, 8, 1),
+    ("dkdv", 64, 2): Config(64, 128, 8, 2),
+    ("dkdv", 128, 2): Config(64, 128, 8, 2),
+    ("dkdv", 256, 2): Config(32, 64, 8, 1),
+    ("dkdv", 512, 2): Config(16, 32, 8, 1),
+    ("dq", 64, 2): Config(128, 64, 8, 2),
+    ("dq", 128, 2): Config(128, 64, 8, 2),
+    ("dq", 256, 2): Config(64, 32, 8, 2),
+    ("dq", 512, 2): Config(32, 16, 8, 1),
+    # fp32 runs on the FMA units: small tiles, held in registers.
+    ("forward", 64, 4): Config(64, 32, 8, 2),
+    ("forward", 128, 4): Config(32, 32, 8, 2),
+    ("forward", 512, 4): Config(16, 16, 8, 1),
+    ("dkdv", 64, 4): Config(32, 32, 8, 1),
+    ("dkdv", 128, 4): Config(16, 32, 8, 1),
+    ("dkdv", 512, 4): Config(16, 16, 8, 1),
+    ("dq", 64, 4): Config(32, 32, 8, 1),
+    ("dq", 128, 4): Config(32, 16, 8, 1),
+    ("dq", 512, 4): Config(16, 16, 8, 1),
+}
+
+
+def config(problem: Problem, step: str, rows: int | None = None) -> Config:
+    """The configuration of a pass; `rows`: the query rows there are, when fewer than a tile takes."""
+    dim, size = max(problem.dim, problem.dim_v), problem.dtype.itemsize
+    found = next(c for (name, most, item), c in TABLE.items() if name == step and dim <= most and size == item)
+    if rows is not None and rows < found.tile_m:
+        found = found._replace(tile_m=max(16, 1 << max(rows - 1, 0).bit_length()))
+        if found.tile_m <= 32:  # decoding: bound by the reads of K and V, four warps keep more programs in flight
+            found = found._replace(num_warps=4, num_stages=found.num_stages + 1)
+    return found
