@@ -14,7 +14,7 @@ BACKENDS = {
     "cpu": "onchip.backends.cpu",
     "reference": "onchip.backends.reference",
 }
-AUTOMATIC = ("triton", "cpu")
+AUTOMATIC = {"cpu": ("cpu",)}  # by device, "triton" elsewhere: Triton's interpreter on the CPU runs only by name
 
 
 def load(name: str) -> Backend:
@@ -31,13 +31,15 @@ def refusals(problem: Problem) -> dict[str, str]:
     """Backend -> reason, for every backend that would not run this problem by itself."""
     reasons = {name: load(name).refuse(problem) for name in BACKENDS}
     reasons["reference"] = reasons["reference"] or "it is dense, N x N, and runs only by name"
+    if problem.device == "cpu":
+        reasons["triton"] = reasons["triton"] or "it is interpreted, and runs only by name"
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def choose(problem: Problem, name: str | None = None) -> str:
     """The named backend, or the first that serves the problem. NotImplementedError with the reasons if it refuses."""
     check_name(name)
-    candidates = AUTOMATIC if name is None else (name,)
+    candidates = AUTOMATIC.get(problem.device, ("triton",)) if name is None else (name,)
     reasons = {}
     for candidate in candidates:
         reason = load(candidate).refuse(problem)

@@ -119,6 +119,7 @@ def _modified(operands: Operands, s: Tensor, region: Region) -> Tensor:
     s = rules.modify(s, torch.tanh, score.softcap, slope, distance, bias)
     if score.mod is not None:
         s = on_tensors(score.mod.fn)(s, region.b, region.h, region.q, region.k, *score.mod.args)  # type: ignore
-        s = torch.as_tensor(s, dtype=operands.q.dtype if operands.q.dtype is torch.float64 else torch.float32)
+        q_dtype = torch.float64 if operands.q.dtype is torch.float64 else torch.float32
+        s = torch.as_tensor(s, dtype=q_dtype, device=operands.q.device)
         s = s.expand(1, operands.q.shape[-2], region.q_len, region.k_len)
     return s

@@ -81,10 +81,13 @@ def sentences(results: dict[str, Any]) -> dict[str, str]:
             f" So onchip is {ours['step_seconds'] / dense['step_seconds']:.1f} times slower here: on a CPU it is a "
             "portable implementation made of torch operations, and what it saves is memory."
         )
+    both = [(a, b) for a, b in zip(lines["dense"], lines["onchip"]) if "seconds" in a][-1]
     last = lines["onchip"][-1]
     said["scaling"] = (
-        f"At N = {last['seqlen']} onchip's forward and backward take {duration(last['seconds'])} and "
-        f"{size(last['peak_bytes'])} beyond q, k and v."
+        f"Forward and backward at N = {both[0]['seqlen']} take {duration(both[0]['seconds'])} and "
+        f"{size(both[0]['peak_bytes'])} beyond q, k and v with dense attention, {duration(both[1]['seconds'])} and "
+        f"{size(both[1]['peak_bytes'])} with onchip. At N = {last['seqlen']} onchip takes "
+        f"{duration(last['seconds'])} and {size(last['peak_bytes'])}."
     )
     stop = lines["dense"][-1]
     if "needs_bytes" in stop:

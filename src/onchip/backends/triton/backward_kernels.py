@@ -145,7 +145,7 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, dk: View, dv: View, q_des
                 place: Place, band, flipped, rows: Rows, lists, mask_args, score: Scores, drop: Drop, scale, len_q,
                 len_k, heads_q, n_blocks, width, GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
                 DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
-                MOD: tl.constexpr, MOD_GRAD: tl.constexpr):  # fmt: skip
+                MOD: tl.constexpr, MOD_GRAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """One program a key tile of one key head: every query head of its group in turn."""
     MODIFIED: tl.constexpr = (
         (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
@@ -178,14 +178,13 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, dk: View, dv: View, q_des
         else:
             lo, full_lo, full_hi, hi = spans(j, TILE_N, TILE_M, k_len, q_len, flipped)
             full_hi = max(min(full_hi, q_len // TILE_M), full_lo)  # the last query tile's tail needs the mask
-        for part in tl.static_range(3):
-            MASKED: tl.constexpr = part != 1
+        for part in tl.static_range(FIRST, LAST):
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             stop = full_lo if part == 0 else (full_hi if part == 1 else hi)
             dk_acc, dv_acc = key_tile_loop(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, do_desc, lse, delta, place, band, rows, lists,
                 mask_args, score, drop, b, h, j, n0, start, stop, width, q_start, q_len, k_len, heads_q, scale,
-                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, MASKED, MODIFIED)  # fmt: skip
+                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, part != 1, MODIFIED)  # fmt: skip
     dk_off = key_offsets(dk, place, b, k_start, keys)
     store_rows(dk.ptr + head_k.to(tl.int64) * dk.head, dk_off, dk.dim, ok, dk_acc * scale, D, DIM)
     dv_off = key_offsets(dv, place, b, k_start, keys)
@@ -235,7 +234,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
               place: Place, band, rows: Rows, lists, mask_args, score: Scores, drop: Drop, scale, len_q, len_k,
               heads_q, m_blocks, width, GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
               DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr,
-              MOD_GRAD: tl.constexpr):  # fmt: skip
+              MOD_GRAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """One program a query tile of one head. dslope (shaped as lse, or None): each row's share of the ALiBi slope."""
     MODIFIED: tl.constexpr = (
         (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
@@ -263,8 +262,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
     slope = tl.zeros([TILE_M], tl.float32)
     lo, full_lo, full_hi, hi = tile_range(place, band, rows, lists, b, h, i, qi, ok, q_len, k_len, TILE_M, TILE_N,
                                           FN)  # fmt: skip
-    for part in tl.static_range(3):
-        MASKED: tl.constexpr = part != 1
+    for part in tl.static_range(FIRST, LAST):
         start = lo if part == 0 else (full_lo if part == 1 else full_hi)
         stop = full_lo if part == 0 else (full_hi if part == 1 else hi)
         for position in tl.range(start, stop):
@@ -272,7 +270,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
             ds, inner, k_tile = score_tile_grad(
                 q_tile, do_tile, row_lse, row_delta, k, v, k_desc, v_desc, place, band, rows, mask_args, score, drop,
                 b, h, head_k, qi, n0, k_start, q_len, k_len, heads_q, scale,
-                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, MASKED, MODIFIED)  # fmt: skip
+                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, part != 1, MODIFIED)  # fmt: skip
             dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
             if dslope is not None:
                 distance = tl.abs(qi[:, None] + (k_len - q_len) - (n0 + tl.arange(0, TILE_N))[None, :])

@@ -89,7 +89,8 @@ def forward_kernel(q: View, k: View, v: View, out: View, lse: View, k_desc, v_de
                    lists, mask_args, score: Scores, drop: Drop, scale, len_q, len_k, heads_q, m_blocks, width, splits,
                    GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
                    DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
-                   MOD: tl.constexpr, SIGN: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+                   MOD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SIGN: tl.constexpr,
+                   SPLIT: tl.constexpr):  # fmt: skip
     TILE_Q: tl.constexpr = TILE_M // PACK
     MODIFIED: tl.constexpr = (
         (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
@@ -137,14 +138,13 @@ def forward_kernel(q: View, k: View, v: View, out: View, lse: View, k_desc, v_de
         full_lo = min(max(full_lo, first), last)
         full_hi = min(max(full_hi, first), last)
         hi = last
-    for part in tl.static_range(3):
-        MASKED: tl.constexpr = part != 1
+    for part in tl.static_range(FIRST, LAST):
         start = lo if part == 0 else (full_lo if part == 1 else full_hi)
         stop = full_lo if part == 0 else (full_hi if part == 1 else hi)
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q_tile, k, v, k_desc, v_desc, place, band, rows, lists, mask_args, score, drop,
             b, head, head_k, h, qi, i, start, stop, width, k_start, q_len, k_len, heads_q, scale,
-            D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MASKED, MODIFIED)  # fmt: skip
+            D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, part != 1, MODIFIED)  # fmt: skip
 
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / total[:, None]

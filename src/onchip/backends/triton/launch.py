@@ -175,6 +175,18 @@ class Launch:
     def lists(self, chosen: Config, by_key: bool = False) -> tuple[Any, int]:
         return lists.build(self.problem, self.operands, Tiles(chosen.tile_m, chosen.tile_n), by_key)
 
+    def loops(self, tiles_of: Any, by_key: bool = False) -> dict[str, int]:
+        """Which of the loops (masked, unmasked, masked) a kernel needs: FIRST to LAST - 1.
+
+        Without a left edge there is no first one; a list holds its partial tiles in the first; a function without
+        a list masks every tile, there too.
+        """
+        band = rules.flip(self.band) if by_key else self.band
+        function = self.mask_function[0]
+        edges = (tiles_of, function, self.rows.lo, band.left, band.top_left)
+        last = 2 if tiles_of is not None else 1 if function is not None else 3
+        return {"FIRST": 0 if any(edge is not None for edge in edges) else 1, "LAST": last}
+
     def uses_descriptors(self) -> bool:
         return self.problem.layout in ("dense", "varlen")
 
@@ -229,7 +241,7 @@ def forward(problem: Problem, operands: Operands) -> Output:
         view(q), view(k), view(v), target, target_lse, k_desc, v_desc, launch.place, launch.band, launch.rows,
         tiles_of, mask_args, launch.scores, launch.drop, abs(scale) or 1.0, *launch.lengths, problem.heads_q, m_blocks,
         width, splits, GROUP=problem.group, PACK=pack, **launch.dims, TILE_M=chosen.tile_m, TILE_N=chosen.tile_n,
-        FN=function, MOD=launch.mod, SIGN=(scale > 0) - (scale < 0), SPLIT=splits > 1, num_warps=chosen.num_warps,
+        FN=function, MOD=launch.mod, **launch.loops(tiles_of), SIGN=(scale > 0) - (scale < 0), SPLIT=splits > 1, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages)  # fmt: skip
     if splits > 1:
         combine_kernel[(rows,)](
@@ -299,8 +311,8 @@ def _key_grads(launch: Launch, saved: Saved, dout: Tensor, delta: Tensor, grads:
         view(operands.q), view(operands.k), view(operands.v), view(dout), view(dk), view(dv), q_desc, do_desc,  # type: ignore[arg-type]
         lse_view(saved.lse), delta, launch.place, launch.band, rules.flip(launch.band), launch.rows, tiles_of,
         mask_args, launch.scores, launch.drop, problem.scale, *launch.lengths, problem.heads_q, n_blocks, width,
-        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages)  # fmt: skip
+        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, **launch.loops(tiles_of, by_key=True),
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages)  # fmt: skip
 
 
 def _query_grads(
@@ -323,8 +335,8 @@ def _query_grads(
         view(operands.q), view(operands.k), view(operands.v), view(dout), view(dq), k_desc, v_desc,  # type: ignore[arg-type]
         lse_view(saved.lse), delta, dslope, launch.place, launch.band, launch.rows, tiles_of, mask_args,
         launch.scores, launch.drop, problem.scale, *launch.lengths, problem.heads_q, m_blocks, width,
-        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages)  # fmt: skip
+        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, **launch.loops(tiles_of),
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages)  # fmt: skip
     if dslope is None:
         return {}
     slopes = operands.score.alibi

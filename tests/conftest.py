@@ -1,0 +1,36 @@
+"""Fixtures of every test: fresh random data, and each backend in turn."""
+
+import os
+import random
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed():
+    """Other random data in every run, from a seed that a failing test prints; ONCHIP_SEED repeats it."""
+    seed = int(os.environ.get("ONCHIP_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"ONCHIP_SEED={seed}")
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors here are small: a second thread costs more than it brings, above all beside other workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["cpu", "cpu in small tiles", "reference"])
+def backend(request, monkeypatch):
+    """The name of a backend. Small tiles let short sequences cross many of them, as long ones do."""
+    if request.param != "cpu in small tiles":
+        return request.param
+    from onchip.backends import cpu
+    from onchip.schedule import Tiles
+
+    monkeypatch.setattr(cpu, "tiles", lambda problem: Tiles(32, 64))
+    return "cpu"

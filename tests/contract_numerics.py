@@ -1,0 +1,70 @@
+"""How far a backend may be from float64: twice torch's own error in the same dtype, and what rounding must cost.
+
+Plain torch keeps P and its sums; an attention that never stores P cannot. Where torch's own error is small by luck
+(one key, a near tie, sums that cancel), twice of it is no measure, so `rooms` adds the roundings that are there:
+
+- P = exp(s - lse) is off by a rounding of s and lse, relative to their size: rho = eps * (1 + |lse|).
+- dS = P * (dP - delta + dlse): each of the three is off by rho of its own size, however they cancel, and delta, taken
+  from the stored out, by a rounding of out in its dtype.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import oracle
+from contract_scores import Scored
+
+
+def top(x: Tensor) -> float:
+    """The largest finite size in x; 0 where there is none."""
+    finite = x[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def relative_rounding(lse: Tensor, dtype: torch.dtype) -> float:
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + top(lse))
+
+
+def rooms(
+    truth: Callable, tensors: dict[str, Tensor], upstream: tuple, exact: dict, scored: Scored, case, dtype: torch.dtype
+) -> dict[str, float]:
+    """What rounding may cost each output and gradient, at most; tensors are float64."""
+    rho = relative_rounding(exact["lse"], dtype)
+    kept = 1 / (1 - case.dropout) if case.dropout < 1 else 1.0
+    values = top(tensors["v"]) * kept
+    if upstream == (None, None):
+        return {"out": rho * values}
+    weights = _weights(truth, tensors)  # of each sequence [1, heads_q, q_len, k_len]
+    seen = max((top(p.sum(3)) for p in weights), default=0.0)
+    of_key = max((top(p.sum(2).unflatten(1, (case.heads[1], -1)).sum(2)) for p in weights), default=0.0)
+    dout, dlse = (torch.zeros(()) if x is None else x.double() for x in upstream)
+    size, out_size = (x.norm(dim=-1) if x.dim() else x for x in (dout, exact["out"]))
+    terms = size * (top(tensors["v"].nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)) * kept + out_size)
+    terms = rho * (terms + (dlse.mT.abs() if dlse.dim() else dlse))
+    slope = top(terms + torch.finfo(dtype).eps / 2 * size * out_size)
+    scale = abs(case.scale if case.scale is not None else case.dims[0] ** -0.5)
+    found = {
+        "out": rho * values,
+        "dq": slope * seen * scale * top(tensors["k"]),
+        "dk": slope * of_key * scale * top(tensors["q"]),
+        "dv": rho * kept * of_key * top(dout),
+    }
+    return found | {f"d{name}": slope * top(x) for name, x in scored.sums(weights).items()}
+
+
+def _weights(truth: Callable, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """|d lse / d score| of each sequence: P, times the slope of a modification."""
+    probes: list[Tensor] = []
+    _, lse = truth(**tensors, probes=probes)
+    if not probes or not lse.requires_grad:
+        return [p.detach() for p in probes]
+    return [p.abs() for p in torch.autograd.grad(lse.sum(), probes, allow_unused=True, materialize_grads=True)]
+
+
+def assert_within(name: str, actual: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, room: float) -> None:
+    """`oracle.assert_within` with this room."""
+    # The oracle allows twice the error of torch's own, so half of the room joins it.
+    worse = plain.double() + torch.where(plain.double() < exact, -0.5, 0.5) * room
+    oracle.assert_within(actual, exact, worse, dtype, name)

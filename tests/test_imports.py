@@ -1,0 +1,115 @@
+"""What `import onchip` needs, costs and leaves alone, each in a fresh process."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import onchip
+
+SRC = Path(__file__).parent.parent / "src"
+# Optional, or torch's own business, or needed by the command line only.
+UNWANTED = ("triton", "transformers", "sympy", "matplotlib", "numpy", "rich", "typer")
+IMPORT_SECONDS = 0.3
+
+BLOCK = f"""
+import sys
+
+class Without:
+    # Finds what the finder finds, but for the unwanted: to any way of asking, they are not installed.
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in {UNWANTED} else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def run(*args):
+    """Run Python on args with src importable; return its stdout."""
+    done = subprocess.run(
+        [sys.executable, *args],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_runs_without_optional_packages():
+    code = """
+import torch, onchip
+q = torch.randn(1, 70, 2, 8, requires_grad=True)
+mask = onchip.causal() & (onchip.window(9, 0) | onchip.sinks(2))
+out = onchip.attention(q, q, q, mask=mask, score=onchip.Score(softcap=5.0))
+out.sum().backward()
+assert q.grad.isfinite().all()
+print(onchip.plan(q, q, q, mask=mask))
+"""
+    assert run("-c", BLOCK + code).strip()
+
+
+def test_imports_nothing_optional():
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+print(*sorted(new & set({UNWANTED})))
+"""
+    assert run("-c", code).split() == []
+
+
+def test_import_is_cheap():
+    code = "import time, torch; t = time.perf_counter(); import onchip; print(time.perf_counter() - t)"
+    # The best of several: a busy machine makes single runs slow, never fast.
+    best = float("inf")
+    for _ in range(5):
+        best = min(best, float(run("-c", code)))
+        if best < IMPORT_SECONDS:
+            return
+    pytest.fail(
+        f"import onchip took {best:.2f} s beyond torch's import, at best of 5; limit {IMPORT_SECONDS} s"
+    )
+
+
+def test_import_leaves_global_state_alone():
+    code = """
+import random, torch
+
+def state():
+    return (
+        random.getstate(), torch.get_rng_state().tolist(), torch.initial_seed(),
+        torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype(),
+        torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(), torch.is_anomaly_enabled(),
+    )
+
+random.seed(3)
+torch.manual_seed(7)
+torch.set_num_threads(1)
+before = state()
+assert state() == before
+"""
+    run("-c", code)
+
+
+def test_command_line_helps():
+    assert "demo" in run("-m", "onchip.cli", "--help")
+
+
+def test_version_is_the_distribution_s():
+    try:
+        installed = importlib.metadata.version("onchip")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("onchip runs from its source tree, not installed")
+    assert onchip.__version__ == installed

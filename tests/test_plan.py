@@ -1,0 +1,170 @@
+"""`plan`: its numbers against brute force, from tensors or shapes alone; what it prints; what it refuses."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import onchip
+from checks import qkv
+from contract_masks import MASKS, Shape, full_truth
+from onchip import select
+from onchip.schedule import Tiles
+from test_schedule import true_kinds
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_counts_are_those_of_the_whole_matrix(mask, backend, monkeypatch):
+    shape = Shape((45, 45), (70, 70), heads_q=4)
+    if backend == "cpu":
+        monkeypatch.setattr(select.load(backend), "tiles", lambda problem: Tiles(16, 32))
+    masked = MASKS[mask](shape)
+    for heads_k in (4, 1):
+        plan = onchip.plan((2, 45, 4, 8), (2, 70, heads_k, 8), (2, 70, heads_k, 24), mask=masked.mask, backend=backend)
+        truth = full_truth(masked, shape)
+        kinds = torch.cat([true_kinds(visible, plan.tiles) for visible in truth])
+        assert [plan.empty, plan.partial, plan.full] == [int((kinds == kind).sum()) for kind in range(3)]
+        assert plan.pairs == sum(int(visible.sum()) for visible in truth)
+        assert plan.flops == 2 * plan.pairs * (8 + 24)
+        assert plan.backend == backend and backend not in plan.refusals
+
+
+def test_each_kind_of_tile():
+    plan = onchip.plan(*((2, 1024, 4, 64),) * 3, mask=onchip.causal(), backend="cpu")
+    side = 1024 // plan.tiles.tile_m
+    assert plan.tiles.tile_m == plan.tiles.tile_n
+    assert plan.partial == 8 * side and plan.full == plan.empty == 8 * side * (side - 1) // 2
+    assert plan.pairs == 8 * 1024 * 1025 // 2
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_shapes_alone_give_what_tensors_give(layout):
+    q, k, v = qkv(2, 33, 70, 4, 2, dim=8, dim_v=24, dtype=torch.bfloat16)
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"mask": onchip.window(9, 3), "score": onchip.Score(softcap=2.0), "layout": layout, "dropout": 0.1}
+    by_tensor = onchip.plan(q, k, v, **options)
+    shapes = tuple(q.shape), tuple(k.shape), v.shape
+    assert onchip.plan(*shapes, dtype=torch.bfloat16, **options) == by_tensor
+    assert onchip.plan(*map(list, shapes), dtype=torch.bfloat16, **options) == by_tensor
+    assert by_tensor.problem.dtype is torch.bfloat16
+    assert onchip.plan(*shapes, **options).problem.dtype is torch.float32
+
+
+def test_shapes_too_large_for_memory():
+    shape = (1, 2**17, 64, 128)
+    plan = onchip.plan(shape, shape, shape, mask=onchip.causal(), dtype=torch.bfloat16)
+    assert plan.pairs == 64 * 2**17 * (2**17 + 1) // 2
+    assert 0 < plan.extra_memory < 2**33
+
+
+def test_a_plan_is_what_the_call_does():
+    """Score tiles that the loop loads are those that the plan counts."""
+    q, k, v = qkv(2, 700, 900, 4, 2, dim=8)
+    for mask in (None, onchip.causal(), onchip.window(100, 0), onchip.dense(torch.rand(2, 4, 700, 900) < 1e-5)):
+        plan = onchip.plan(q, k, v, mask=mask, backend="cpu")
+        with onchip.backends.cpu.trace() as moved:
+            onchip.attention(q, k, v, mask=mask, backend="cpu")
+        visited = plan.partial + plan.full
+        group = 2  # a key head's tile is loaded once for its query heads, where any of them visits it
+        loaded = moved.tiles_loaded.get("k", 0)
+        assert loaded * group == visited or mask is not None and visited / group <= loaded <= visited
+        assert moved.tiles_loaded["q"] == 2 * 4 * plan.tiles.count(700, 900)[0]
+
+
+def test_zero_sizes():
+    for q, k in (((0, 4, 2, 8), (0, 5, 2, 8)), ((2, 0, 2, 8), (2, 5, 2, 8)), ((2, 4, 2, 8), (2, 0, 2, 8))):
+        for mask in (None, onchip.causal(), onchip.padding(0)):
+            plan = onchip.plan(q, k, k, mask=mask)
+            assert (plan.pairs, plan.flops, plan.full) == (0, 0, 0)
+            assert "0 visible pairs" in str(plan)
+
+
+def test_what_it_prints():
+    plan = onchip.plan((2, 1024, 8, 64), (2, 2048, 2, 64), (2, 2048, 2, 128), mask=onchip.causal(), backend="cpu")
+    text = str(plan)
+    for part in ("batch 2", "1024 x 2048", "8/2", "64/128", "float32", "cpu", f"{plan.empty} empty", f"{plan.pairs:,}"):
+        assert part in text, part
+    assert re.search(rf"{plan.tiles.tile_m} x {plan.tiles.tile_n}", text)
+    for name, reason in plan.refusals.items():
+        assert f"not {name}: {reason}" in text
+    assert f"{plan.extra_memory / 2**20:.1f} MiB" in text
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_every_backend_is_chosen_or_says_why_not():
+    plan = onchip.plan((1, 8, 1, 8), (1, 8, 1, 8), (1, 8, 1, 8))
+    assert plan.backend == "cpu"
+    assert plan.refusals.keys() | {"cpu"} == select.BACKENDS.keys()
+    assert all(isinstance(reason, str) and reason for reason in plan.refusals.values())
+    assert "dense" in plan.refusals["reference"] or "N x N" in plan.refusals["reference"]
+
+
+def test_a_refused_problem():
+    shape = (1, 8, 1, 8)
+    with pytest.raises(NotImplementedError, match=r"cpu.*meta"):
+        onchip.plan(shape, shape, shape, device="meta")
+    with pytest.raises(NotImplementedError, match=r"'cpu' refuses.*meta"):
+        onchip.plan(shape, shape, shape, device="meta", backend="cpu")
+    x = torch.empty(shape, device="meta")
+    with pytest.raises(NotImplementedError, match="no backend"):
+        onchip.attention(x, x, x)
+    with pytest.raises(NotImplementedError, match="'cpu' refuses"):
+        onchip.attention(x, x, x, backend="cpu")
+
+
+def test_a_refusal_is_never_a_fallback(monkeypatch):
+    """Forced or not: where a backend says no, the error gives its reason and nothing is computed."""
+    module = select.load("cpu")
+    monkeypatch.setattr(module, "refuse", lambda problem: "the moon is full")
+    monkeypatch.setattr(module, "forward", lambda *a: pytest.fail("a refused backend ran"))
+    q, k, v = qkv(1, 5, 5, 1)
+    for call in (onchip.attention, onchip.plan):
+        with pytest.raises(NotImplementedError, match="the moon is full"):
+            call(q, k, v, backend="cpu")
+        with pytest.raises(NotImplementedError, match="the moon is full"):
+            call(q, k, v)
+    assert onchip.plan(q, k, v, backend="reference").refusals["cpu"] == "the moon is full"
+
+
+def test_errors_are_the_calls_own():
+    q, k, v = (1, 8, 4, 8), (1, 8, 2, 8), (1, 8, 2, 8)
+    for wrong, message in (
+        ({"mask": onchip.padding(9)}, "padding.*9.*8"),
+        ({"mask": "causal"}, "mask.*str"),
+        ({"score": onchip.Score(sink=torch.zeros(3))}, r"sink.*\(3,\)"),
+        ({"dropout": 1.5}, "dropout.*1.5"),
+        ({"scale": float("nan")}, "scale"),
+        ({"layout": "sbhd"}, "layout.*sbhd"),
+        ({"backend": "cuda"}, "backend.*cuda"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            onchip.plan(q, k, v, **wrong)
+    with pytest.raises(ValueError, match="heads"):
+        onchip.plan((1, 8, 3, 8), k, v)
+    with pytest.raises(TypeError, match="k: got"):
+        onchip.plan(q, "k", v)
+    with pytest.raises((TypeError, ValueError), match="q"):
+        onchip.plan((1, -8, 4, 8), k, v)
+    with pytest.raises(TypeError, match="int32"):
+        onchip.plan(q, k, v, dtype=torch.int32)
+
+
+def test_a_plan_is_a_plain_record():
+    shape = (1, 8, 1, 8)
+    plan = onchip.plan(shape, shape, shape)
+    assert isinstance(plan, onchip.Plan)
+    names = {field.name for field in dataclasses.fields(plan)}
+    assert names >= {"backend", "refusals", "tiles", "empty", "partial", "full", "pairs", "flops", "extra_memory"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.flops = 3
+    assert all(type(getattr(plan, n)) is int for n in ("empty", "partial", "full", "pairs", "flops", "extra_memory"))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_extra_memory_grows_as_it_should(backend):
+    """Linear in the length for the tiled loop, quadratic for the dense one."""
+    sizes = [onchip.plan(*((1, n, 8, 64),) * 3, backend=backend).extra_memory for n in (4096, 8192)]
+    assert 1.0 <= sizes[1] / sizes[0] <= (2.1 if backend == "cpu" else 4.1)
