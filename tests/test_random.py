@@ -50,8 +50,8 @@ def cases(draw):
         dims=(dim, draw(st.one_of(st.just(dim), DIMS))),
         scale=draw(st.sampled_from([None, None, None, 0.3, -0.5])),
         dropout=0.0 if layout == "cache" else draw(st.sampled_from([0.0, 0.0, 0.0, 0.2, 0.7])),
-        # Poison reaches rows that see it through a weight of 0 that is no mask's: of dropout, or of a bias of -inf.
-        poison=draw(st.sampled_from([None, None, float("nan"), float("inf")])),
+        # An expanded tensor is one sequence and head for all, and what one does not see another may.
+        poison=None if layout == "expanded" else draw(st.sampled_from([None, None, float("nan"), float("inf")])),
         upstream=draw(st.sampled_from(["both", "both", "out", "lse"])),
         seed=draw(st.integers(0, 2**31)),
         **more,
@@ -59,7 +59,7 @@ def cases(draw):
 
 
 @settings(
-    max_examples=2000,
+    max_examples=400,
     deadline=None,
     database=None,
     print_blob=False,

@@ -40,17 +40,18 @@ class Rotary:
                 "same (positions, rotary_dim / 2)"
             )
 
-    def check(self, dim: int, last: int) -> None:
-        """Raise ValueError where the tables are too wide for dim, or end before position `last`."""
+    def check(self, dim: int, last: int | None) -> None:
+        """Raise ValueError where the tables are too wide for dim, or end before position `last` (None: unknown)."""
         if 2 * self.cos.shape[1] > dim:
             raise ValueError(f"rotary: cos has {self.cos.shape[1]} columns, expected at most dim / 2 = {dim // 2}")
-        if last >= self.cos.shape[0]:
+        if last is not None and last >= self.cos.shape[0]:
             raise ValueError(f"rotary: cos has {self.cos.shape[0]} positions, expected at least {last + 1}")
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (batch, seqlen, heads, dim) turned to positions (batch, seqlen); computed in float32 or better."""
         half = self.cos.shape[1]
         wide = torch.promote_types(x.dtype, torch.float32)
+        positions = positions.clamp(0, max(self.cos.shape[0] - 1, 0))  # queries above the first key see none
         cos, sin = (t.to(wide)[positions][:, :, None] for t in (self.cos, self.sin))
         head, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
         a, b = (head[..., 0::2], head[..., 1::2]) if self.interleaved else (head[..., :half], head[..., half:])

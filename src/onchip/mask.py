@@ -135,7 +135,8 @@ class Documents:
             _check_positions("ids", self.ids_k.shape[1], problem)
         for name, ids, seqlen in (("ids", self.ids_q, problem.seqlen_q), ("ids_k", self.ids_k, problem.seqlen_k)):
             _check_batch(f"documents: {name}", ids, problem)
-            if self.ids_q is not self.ids_k and ids.shape[1] != seqlen:
+            fits = ids.shape[1] == seqlen or (name == "ids_k" and problem.fits_keys(ids.shape[1]))
+            if self.ids_q is not self.ids_k and not fits:
                 raise ValueError(f"documents: {name} has {ids.shape[1]} positions, expected {seqlen}")
 
     def __repr__(self) -> str:
@@ -344,7 +345,7 @@ def _check_batch(name: str, tensor: Tensor, problem: Problem) -> None:
 
 
 def _check_positions(name: str, positions: int, problem: Problem) -> None:
-    if positions != problem.seqlen_k or problem.seqlen_q > problem.seqlen_k:
+    if not problem.fits_keys(positions) or problem.seqlen_q > problem.seqlen_k:
         raise ValueError(
             f"documents: {name} covers {positions} positions, expected seqlen_k = {problem.seqlen_k} and no more than "
             f"that many queries (got {problem.seqlen_q}); pass ids and ids_k where queries and keys are other tokens"

@@ -41,6 +41,7 @@ class Problem:
     mask_parts: tuple[str, ...] = ()
     score_parts: tuple[str, ...] = ()
     blocks: tuple[int, int] | None = None  # tile of a block-sparse mask
+    k_bounded: bool = False  # seqlen_k is only a bound: the lengths of a cache are on the device
 
     @property
     def group(self) -> int:
@@ -52,11 +53,17 @@ class Problem:
         """The dtype of the softmax and of every sum."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
+    def fits_keys(self, size: int) -> bool:
+        """Whether something of this size covers the keys; on a bounded cache the caller vouches that it does."""
+        return size == self.seqlen_k or (self.k_bounded and size <= self.seqlen_k)
+
     def check_broadcast(self, name: str, tensor: Tensor) -> None:
         """Raise ValueError unless the tensor broadcasts to (batch, heads_q, seqlen_q, seqlen_k)."""
         full = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
-        aligned = zip(reversed(tensor.shape), reversed(full), strict=False)
-        if tensor.dim() > 4 or any(size not in (1, want) for size, want in aligned):
+        fits = [size in (1, want) for size, want in zip(reversed(tensor.shape), reversed(full), strict=False)]
+        if fits and not fits[0]:
+            fits[0] = self.fits_keys(tensor.shape[-1])
+        if tensor.dim() > 4 or not all(fits):
             raise ValueError(
                 f"{name}: has shape {tuple(tensor.shape)}, expected one that broadcasts to (batch, heads_q, seqlen_q, "
                 f"seqlen_k) = {full}"
@@ -117,6 +124,7 @@ def state(q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: A
         dim_v=v.shape[-1],
         dtype=q.dtype,
         device=options.pop("device", None) or q.device.type,
+        k_bounded=kind in ("cache", "paged") and q.device.type != "cpu",
         scale=check_scale(options.pop("scale", None), q.shape[-1]),
         dropout=check_dropout(options.pop("dropout", 0.0)),
         mask_parts=tuple(

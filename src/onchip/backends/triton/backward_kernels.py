@@ -91,6 +91,8 @@ def unwind(ds, raw, before, score: Scores, b, h, q, k, q_len, k_len, visible, MO
     inner = ds
     if score.softcap is not None:
         ds = ds * modify_grad(raw, tanh, score.softcap)
+        if visible is not None:
+            ds = tl.where(visible, ds, 0.0)
     return ds, inner
 
 
@@ -99,7 +101,7 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
                   rows: Rows, lists, mask_args, score: Scores, drop: Drop, b, h, j, n0, lo, hi, width, q_start,
                   q_len, k_len, heads_q, scale, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
                   DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
-                  MOD: tl.constexpr, MOD_GRAD: tl.constexpr, MASKED: tl.constexpr,
+                  MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
                   MODIFIED: tl.constexpr):  # fmt: skip
     """dK and dV of a key tile from the query tiles at positions [lo, hi) of one head."""
     keys = (n0 + tl.arange(0, TILE_N))[:, None]
@@ -120,9 +122,10 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
         visible = None
         if MASKED:
             visible = visible_pairs(band, rows, mask_args, b, h, qi[None, :], keys, q_len, k_len, FN)
-            sees = tl.max(visible.to(tl.int32), 0) > 0  # rows that see nothing here may hold NaN
-            q_tile = tl.where(sees[:, None], q_tile, 0.0)
-            do_tile = tl.where(sees[:, None], do_tile, 0.0)
+            if CLEAN:
+                sees = tl.max(visible.to(tl.int32), 0) > 0  # rows that see nothing here may hold NaN
+                q_tile = tl.where(sees[:, None], q_tile, 0.0)
+                do_tile = tl.where(sees[:, None], do_tile, 0.0)
         st = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # [TILE_N, TILE_M]
         p, raw, before = weights(st, scale, score, b, h, qi[None, :], keys, q_len, k_len, row_lse[None, :], visible,
                                  MOD, MODIFIED)  # fmt: skip
@@ -145,7 +148,8 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, dk: View, dv: View, q_des
                 place: Place, band, flipped, rows: Rows, lists, mask_args, score: Scores, drop: Drop, scale, len_q,
                 len_k, heads_q, n_blocks, width, GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
                 DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
-                MOD: tl.constexpr, MOD_GRAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+                MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr,
+                LAST: tl.constexpr):  # fmt: skip
     """One program a key tile of one key head: every query head of its group in turn."""
     MODIFIED: tl.constexpr = (
         (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
@@ -184,7 +188,7 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, dk: View, dv: View, q_des
             dk_acc, dv_acc = key_tile_loop(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, do_desc, lse, delta, place, band, rows, lists,
                 mask_args, score, drop, b, h, j, n0, start, stop, width, q_start, q_len, k_len, heads_q, scale,
-                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, part != 1, MODIFIED)  # fmt: skip
+                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, CLEAN, part != 1, MODIFIED)  # fmt: skip
     dk_off = key_offsets(dk, place, b, k_start, keys)
     store_rows(dk.ptr + head_k.to(tl.int64) * dk.head, dk_off, dk.dim, ok, dk_acc * scale, D, DIM)
     dv_off = key_offsets(dv, place, b, k_start, keys)
@@ -196,7 +200,8 @@ def score_tile_grad(q_tile, do_tile, row_lse, row_delta, k: View, v: View, k_des
                     rows: Rows, mask_args, score: Scores, drop: Drop, b, h, head_k, qi, n0, k_start, q_len, k_len,
                     heads_q, scale, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr,
                     TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr,
-                    MOD_GRAD: tl.constexpr, MASKED: tl.constexpr, MODIFIED: tl.constexpr):  # fmt: skip
+                    MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, MASKED: tl.constexpr,
+                    MODIFIED: tl.constexpr):  # fmt: skip
     """dS of a tile [TILE_M, TILE_N]: by scaled score, and by modified score before its mod; and the tile of K."""
     keys = n0 + tl.arange(0, TILE_N)
     if k_desc is not None:
@@ -212,9 +217,10 @@ def score_tile_grad(q_tile, do_tile, row_lse, row_delta, k: View, v: View, k_des
     visible = None
     if MASKED:
         visible = visible_pairs(band, rows, mask_args, b, h, qi[:, None], keys[None, :], q_len, k_len, FN)
-        seen = tl.max(visible.to(tl.int32), 0) > 0  # keys that nothing here sees may hold NaN
-        k_tile = tl.where(seen[:, None], k_tile, 0.0)
-        v_tile = tl.where(seen[:, None], v_tile, 0.0)
+        if CLEAN:
+            seen = tl.max(visible.to(tl.int32), 0) > 0  # keys that nothing here sees may hold NaN
+            k_tile = tl.where(seen[:, None], k_tile, 0.0)
+            v_tile = tl.where(seen[:, None], v_tile, 0.0)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     p, raw, before = weights(s, scale, score, b, h, qi[:, None], keys[None, :], q_len, k_len, row_lse[:, None],
                              visible, MOD, MODIFIED)  # fmt: skip
@@ -234,7 +240,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
               place: Place, band, rows: Rows, lists, mask_args, score: Scores, drop: Drop, scale, len_q, len_k,
               heads_q, m_blocks, width, GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
               DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr,
-              MOD_GRAD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+              MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """One program a query tile of one head. dslope (shaped as lse, or None): each row's share of the ALiBi slope."""
     MODIFIED: tl.constexpr = (
         (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
@@ -256,8 +262,8 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
     do_off = row_offsets(dout, place, b, q_start, qi)
     do_tile = load_rows(dout.ptr + h.to(tl.int64) * dout.head, do_off, dout.dim, ok, DV, DIM_V)
     row_lse, row_delta = row_statistics(lse, delta, place, b, q_start, h, qi, ok)
-    blind = row_lse == float("inf")  # rows that see no key may hold NaN
-    do_tile = tl.where(blind[:, None], 0.0, do_tile)
+    if CLEAN:  # rows that see no key may hold NaN
+        do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
     dq_acc = tl.zeros([TILE_M, DIM], tl.float32)
     slope = tl.zeros([TILE_M], tl.float32)
     lo, full_lo, full_hi, hi = tile_range(place, band, rows, lists, b, h, i, qi, ok, q_len, k_len, TILE_M, TILE_N,
@@ -270,7 +276,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
             ds, inner, k_tile = score_tile_grad(
                 q_tile, do_tile, row_lse, row_delta, k, v, k_desc, v_desc, place, band, rows, mask_args, score, drop,
                 b, h, head_k, qi, n0, k_start, q_len, k_len, heads_q, scale,
-                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, part != 1, MODIFIED)  # fmt: skip
+                D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, CLEAN, part != 1, MODIFIED)  # fmt: skip
             dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
             if dslope is not None:
                 distance = tl.abs(qi[:, None] + (k_len - q_len) - (n0 + tl.arange(0, TILE_N))[None, :])
@@ -333,7 +339,7 @@ def dbias_kernel(q: View, k: View, v: View, dout: View, dbias, db_batch, db_head
                     _, inner, _ = score_tile_grad(
                         q_tile, do_tile, row_lse, row_delta, k, v, None, None, place, band, rows, mask_args, score,
                         drop, b, h, h // GROUP, qi, n * TILE_N, k_start, q_len, k_len, heads_q, scale,
-                        D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, True, MODIFIED)  # fmt: skip
+                        D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, True, True, MODIFIED)  # fmt: skip
                     acc += inner
     rows_out = m_lo * TILE_M + tl.arange(0, TILE_M)
     keys_out = n_lo * TILE_N + tl.arange(0, TILE_N)

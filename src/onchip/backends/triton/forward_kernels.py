@@ -34,7 +34,7 @@ def attend(acc, row_max, row_sum, q, k: View, v: View, k_desc, v_desc, place: Pl
            mask_args, score: Scores, drop: Drop, b, head, head_k, h, qi, i, lo, hi, width, k_start, q_len, k_len,
            heads_q, scale, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr,
            TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr,
-           MASKED: tl.constexpr, MODIFIED: tl.constexpr):  # fmt: skip
+           CLEAN: tl.constexpr, MASKED: tl.constexpr, MODIFIED: tl.constexpr):  # fmt: skip
     """Online softmax over the tiles at positions [lo, hi). row_max is in units of log2."""
     for position in tl.range(lo, hi):
         n0 = tile_number(lists, b, head, i, position, width) * TILE_N
@@ -76,7 +76,7 @@ def attend(acc, row_max, row_sum, q, k: View, v: View, k_desc, v_desc, place: Pl
             inside = tl.minimum(keys, k_len - 1) if MASKED else keys
             v_off = key_offsets(v, place, b, k_start, inside)
             v_tile = load_rows(v.ptr + head_k.to(tl.int64) * v.head, v_off, v.dim, ok, DV, DIM_V)
-        if MASKED:  # keys that no query here sees may hold NaN, and 0 * NaN is NaN
+        if MASKED and CLEAN:  # keys that no query here sees may hold NaN, and 0 * NaN is NaN
             seen = tl.max(visible.to(tl.int32), 0) > 0
             v_tile = tl.where(seen[:, None], v_tile, 0.0)
         acc = acc * alpha[:, None]
@@ -89,7 +89,7 @@ def forward_kernel(q: View, k: View, v: View, out: View, lse: View, k_desc, v_de
                    lists, mask_args, score: Scores, drop: Drop, scale, len_q, len_k, heads_q, m_blocks, width, splits,
                    GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr,
                    DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
-                   MOD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SIGN: tl.constexpr,
+                   MOD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SIGN: tl.constexpr,
                    SPLIT: tl.constexpr):  # fmt: skip
     TILE_Q: tl.constexpr = TILE_M // PACK
     MODIFIED: tl.constexpr = (
@@ -144,7 +144,7 @@ def forward_kernel(q: View, k: View, v: View, out: View, lse: View, k_desc, v_de
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q_tile, k, v, k_desc, v_desc, place, band, rows, lists, mask_args, score, drop,
             b, head, head_k, h, qi, i, start, stop, width, k_start, q_len, k_len, heads_q, scale,
-            D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, part != 1, MODIFIED)  # fmt: skip
+            D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, CLEAN, part != 1, MODIFIED)  # fmt: skip
 
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / total[:, None]

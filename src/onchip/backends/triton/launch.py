@@ -175,6 +175,19 @@ class Launch:
     def lists(self, chosen: Config, by_key: bool = False) -> tuple[Any, int]:
         return lists.build(self.problem, self.operands, Tiles(chosen.tile_m, chosen.tile_n), by_key)
 
+    @cached_property
+    def cleans(self) -> bool:
+        """Whether a key or query may be out of sight, and so hold NaN, inside a tile that is visited.
+
+        Not where the last query sees every key and every query sees one: no edge to the left, and no query before
+        the first key. Tails past a dense tensor are read as 0; past a packed sequence stands its neighbour.
+        """
+        band, problem = self.band, self.problem
+        others = set(problem.mask_parts) - {"band"}
+        edges = band.left, band.top_left, band.top_right
+        seen = not others and edges == (None, None, None) and (band.right is None or band.right >= 0)
+        return not (seen and problem.layout == "dense" and problem.seqlen_q <= problem.seqlen_k)
+
     def loops(self, tiles_of: Any, by_key: bool = False) -> dict[str, int]:
         """Which of the loops (masked, unmasked, masked) a kernel needs: FIRST to LAST - 1.
 
@@ -241,7 +254,7 @@ def forward(problem: Problem, operands: Operands) -> Output:
         view(q), view(k), view(v), target, target_lse, k_desc, v_desc, launch.place, launch.band, launch.rows,
         tiles_of, mask_args, launch.scores, launch.drop, abs(scale) or 1.0, *launch.lengths, problem.heads_q, m_blocks,
         width, splits, GROUP=problem.group, PACK=pack, **launch.dims, TILE_M=chosen.tile_m, TILE_N=chosen.tile_n,
-        FN=function, MOD=launch.mod, **launch.loops(tiles_of), SIGN=(scale > 0) - (scale < 0), SPLIT=splits > 1, num_warps=chosen.num_warps,
+        FN=function, MOD=launch.mod, CLEAN=launch.cleans, **launch.loops(tiles_of), SIGN=(scale > 0) - (scale < 0), SPLIT=splits > 1, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages)  # fmt: skip
     if splits > 1:
         combine_kernel[(rows,)](
@@ -311,7 +324,7 @@ def _key_grads(launch: Launch, saved: Saved, dout: Tensor, delta: Tensor, grads:
         view(operands.q), view(operands.k), view(operands.v), view(dout), view(dk), view(dv), q_desc, do_desc,  # type: ignore[arg-type]
         lse_view(saved.lse), delta, launch.place, launch.band, rules.flip(launch.band), launch.rows, tiles_of,
         mask_args, launch.scores, launch.drop, problem.scale, *launch.lengths, problem.heads_q, n_blocks, width,
-        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, **launch.loops(tiles_of, by_key=True),
+        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, CLEAN=launch.cleans, **launch.loops(tiles_of, by_key=True),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages)  # fmt: skip
 
 
@@ -335,7 +348,7 @@ def _query_grads(
         view(operands.q), view(operands.k), view(operands.v), view(dout), view(dq), k_desc, v_desc,  # type: ignore[arg-type]
         lse_view(saved.lse), delta, dslope, launch.place, launch.band, launch.rows, tiles_of, mask_args,
         launch.scores, launch.drop, problem.scale, *launch.lengths, problem.heads_q, m_blocks, width,
-        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, **launch.loops(tiles_of),
+        TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, **meta, CLEAN=launch.cleans, **launch.loops(tiles_of),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages)  # fmt: skip
     if dslope is None:
         return {}
