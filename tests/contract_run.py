@@ -270,7 +270,12 @@ def _run_varlen(
         own = sequence_options(case, masked, scored, keep, extra, probes)
         return oracle.varlen(q, k, v, **lengths, options=own)
 
-    return compare(case, call, truth, inputs, scored)
+    unused = None
+    if used and case.poison is not None:
+        at = torch.arange(inputs["q"].shape[0], device=shape.device)
+        ends = lengths["cu_seqlens_q"][:-1] + lengths["seqused_q"]
+        unused = ~((at >= lengths["cu_seqlens_q"][:-1, None]) & (at < ends[:, None])).any(0)
+    return compare(case, call, truth, inputs, scored, unused)
 
 
 def pack(case: Case, shape: Shape, sequences: list, used: bool) -> tuple[dict, dict]:
@@ -292,14 +297,22 @@ def pack(case: Case, shape: Shape, sequences: list, used: bool) -> tuple[dict, d
     return lengths, inputs
 
 
-def compare(case: Case, call: Callable, truth: Callable, inputs: dict[str, Tensor], scored: Scored) -> dict:
-    """`call` is as good as torch in the same dtype, both held to float64; and changes none of its inputs."""
+def compare(
+    case: Case, call: Callable, truth: Callable, inputs: dict, scored: Scored, unused: Tensor | None = None
+) -> dict:
+    """`call` is as good as torch in the same dtype, both held to float64; and changes none of its inputs.
+
+    The upstream gradients of the `unused` rows of q are poisoned.
+    """
     dtype = inputs["q"].dtype
     wide = torch.promote_types(dtype, torch.float32)
     kind = wide if case.score_dtype is None else getattr(torch, case.score_dtype)
     tensors = inputs | {name: t.to(kind) for name, t in scored.tensors.items()}
     before = {name: t.clone() for name, t in tensors.items()}
     upstream = _upstream(case, inputs["q"])
+    if unused is not None:
+        for rows in (x for x in (upstream[0], None if upstream[1] is None else upstream[1].mT) if x is not None):
+            rows[unused] = case.poison
 
     def apply(fn, to):
         held = {n: to(t) for n, t in tensors.items() if case.wanted not in (None, n)}

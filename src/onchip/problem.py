@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -136,8 +137,10 @@ def state(q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: A
         blocks=(mask.blocks[0].tile_m, mask.blocks[0].tile_n) if mask.blocks else None,
         **options,
     )
-    mask.check(problem)
-    score.check(problem)
+    if problem.mask_parts:
+        mask.check(problem)
+    if problem.score_parts:
+        score.check(problem)
     return problem
 
 
@@ -161,21 +164,29 @@ def check_tensors(q: Any, k: Any, v: Any, dims: int, k_name: str = "k", v_name: 
     for name, x in (("q", q), (k_name, k), (v_name, v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {axes}")
-        if x.dim() != (4 if name in ("k_cache", "v_cache") else dims):
-            raise ValueError(f"{name}: has shape {tuple(x.shape)}, expected {dims} dims: {axes}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: has dtype {x.dtype}, expected float16, bfloat16, float32 or float64")
-        if x.dtype is not q.dtype:
-            raise TypeError(f"{name}: has dtype {x.dtype}, expected {q.dtype} as for q")
-        if x.device != q.device:
-            raise ValueError(f"{name}: is on {x.device}, expected {q.device} as for q")
-    heads_q, heads_k = q.shape[-2], k.shape[-2]
-    if q.shape[-1] == 0:
-        raise ValueError(f"q: has dim 0 (shape {tuple(q.shape)}), expected at least 1")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"{k_name}: has dim {k.shape[-1]}, expected {q.shape[-1]} as for q")
-    if v.shape[-2] != heads_k:
-        raise ValueError(f"{v_name}: has {v.shape[-2]} heads, expected {heads_k} as for {k_name}")
+    facts = tuple((name, x.shape, x.dtype, x.device) for name, x in (("q", q), (k_name, k), (v_name, v)))
+    _check_facts(facts, dims, axes)
+
+
+@lru_cache(maxsize=1024)  # calls repeat their shapes; an error is not kept
+def _check_facts(facts: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...], dims: int, axes: str) -> None:
+    (_, q, q_dtype, q_device), (k_name, k, _, _), (v_name, v, _, _) = facts
+    for name, shape, dtype, device in facts:
+        if len(shape) != dims:
+            raise ValueError(f"{name}: has shape {tuple(shape)}, expected {dims} dims: {axes}")
+        if dtype not in DTYPES:
+            raise TypeError(f"{name}: has dtype {dtype}, expected float16, bfloat16, float32 or float64")
+        if dtype is not q_dtype:
+            raise TypeError(f"{name}: has dtype {dtype}, expected {q_dtype} as for q")
+        if device != q_device:
+            raise ValueError(f"{name}: is on {device}, expected {q_device} as for q")
+    heads_q, heads_k = q[-2], k[-2]
+    if q[-1] == 0:
+        raise ValueError(f"q: has dim 0 (shape {tuple(q)}), expected at least 1")
+    if k[-1] != q[-1]:
+        raise ValueError(f"{k_name}: has dim {k[-1]}, expected {q[-1]} as for q")
+    if v[-2] != heads_k:
+        raise ValueError(f"{v_name}: has {v[-2]} heads, expected {heads_k} as for {k_name}")
     if heads_q != heads_k and (heads_k == 0 or heads_q % heads_k):
         raise ValueError(f"q, {k_name}: have {heads_q} and {heads_k} heads, expected heads_q a multiple of heads_k")
 
@@ -185,7 +196,10 @@ def check_types(mask: Any, score: Any) -> tuple[Mask, Score]:
         raise TypeError(f"mask: got {type(mask).__name__}, expected a Mask such as onchip.causal() or onchip.dense(t)")
     if score is not None and not isinstance(score, Score):
         raise TypeError(f"score: got {type(score).__name__}, expected onchip.Score(...)")
-    return mask or Mask(), score or Score()
+    return mask or _SHOW_ALL, score or _PLAIN
+
+
+_SHOW_ALL, _PLAIN = Mask(), Score()
 
 
 def check_scale(scale: Any, dim: int) -> float:

