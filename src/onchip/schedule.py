@@ -138,8 +138,8 @@ def _shared(kinds: Tensor) -> Tensor:
 
 
 def _equal_rows(kinds: Tensor) -> list[list[int]]:
-    if kinds.shape[0] == 1:
-        return [[0]]
+    if kinds.shape[0] == 1 or kinds.numel() == 0:
+        return [list(range(kinds.shape[0]))]
     _, label = torch.unique(kinds.flatten(1), dim=0, return_inverse=True)
     return [torch.nonzero(label == i).flatten().tolist() for i in range(int(label.max()) + 1)]
 
