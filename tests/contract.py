@@ -34,7 +34,8 @@ class Poisoned(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__.removeprefix("new_").startswith("empty") and result.numel():
             self.count += 1
-            result.fill_(NAN if result.is_floating_point() else result.dtype is torch.bool or torch.iinfo(result.dtype).max)
+            kind = result.dtype
+            result.fill_(NAN if kind.is_floating_point else kind is torch.bool or torch.iinfo(kind).max)
         return result
 
 
@@ -119,7 +120,9 @@ class Contract:
         for append, leftpad in ((0, True), (1, False), (5, True)):
             options = {"append": append, "leftpad": leftpad, "batch_idx": page_size is None, "dtype": dtype}
             q_lens = (max(append, 1),) * 2
-            self.check(layout="cache", mask="causal", page_size=page_size, rotary=rotary, q_lens=q_lens, **options)
+            self.check(
+                layout="cache", mask="causal", page_size=page_size, rotary=rotary, q_lens=q_lens, **options
+            )
 
     def test_cache_of_empty_and_full_sequences(self):
         n = self.target.tile[1]
@@ -146,6 +149,11 @@ class Contract:
         keys = (0, 1, tile_n - 1, tile_n, tile_n + 1, 2 * tile_n, 2 * tile_n + 3)
         for m, n in itertools.product(queries, keys):
             self.check(mask=mask, q_lens=(m,), k_lens=(n,), heads=(2, 1), dims=(8, 8))
+
+    @pytest.mark.parametrize("mask", MASKS)
+    def test_no_queries_or_no_keys(self, mask):
+        for m, n in ((0, 9), (9, 0), (0, 0)):
+            self.check(mask=mask, score="everything", q_lens=(m, m), k_lens=(n, n))
 
     @pytest.mark.parametrize("scale", [0.0, -0.7, 3, 1e-6])
     def test_scale(self, scale, dtype):
@@ -242,7 +250,9 @@ class Contract:
         assert found is None or all(not value.isnan().any() for value in found.values())
         self.check(mask=mask, logits=3e3, score="softcap", layout="varlen", dtype=dtype, backward=False)
 
-    @pytest.mark.parametrize("mask", ["none", "causal", "window_both", "dense_BHQK", "blocks_odd", "streaming"])
+    @pytest.mark.parametrize(
+        "mask", ["none", "causal", "window_both", "dense_BHQK", "blocks_odd", "streaming"]
+    )
     @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
     @pytest.mark.parametrize("sharing", [1, 2])
     def test_small_integers_are_exact(self, mask, heads, sharing, dtype):
@@ -261,7 +271,9 @@ class Contract:
             return onchip.attention(q, k, v, mask=masked.mask, **options)
 
         def truth(q, k, v):
-            return oracle.attention(q, k, v, visible=masked.visible(0, *shape.q_lens, *shape.k_lens), scale=1.0)
+            return oracle.attention(
+                q, k, v, visible=masked.visible(0, *shape.q_lens, *shape.k_lens), scale=1.0
+            )
 
         with self.target.in_use() as answers:
             try:
@@ -300,7 +312,9 @@ class Contract:
 
     def test_the_backend_keeps_the_protocol(self):
         module = select.load(self.target.backend)
-        plan = onchip.plan((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8), backend="reference", device=self.target.device)
+        plan = onchip.plan(
+            (1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8), backend="reference", device=self.target.device
+        )
         assert module.refuse(plan.problem) is None
         tiles = module.tiles(plan.problem)
         assert tiles.tile_m >= 1 and tiles.tile_n >= 1

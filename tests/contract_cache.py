@@ -71,7 +71,8 @@ def run_cache(target, case, shape: Shape, masked: Masked, scored: Scored) -> dic
         truths.append((torch.cat([o for o, _ in found]), torch.cat([x for _, x in found])))
     for name, value, exact, plain in zip(("out", "lse"), (out, lse), *truths, strict=True):
         assert value.dtype == plain.dtype, f"{name}: {value.dtype}, expected {plain.dtype}"
-        room = relative_rounding(truths[0][1], dtype) * top(v_cache) if name == "out" else 0.0
+        rho = relative_rounding(turned, k_cache, truths[0][1], case, dtype)
+        room = rho * top(v_cache) if name == "out" else 0.0
         assert_within(name, value, exact, plain, dtype, room)
     return {"out": out, "lse": lse}
 

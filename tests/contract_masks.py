@@ -33,7 +33,7 @@ class Shape:
 
 
 class Masked(NamedTuple):
-    """A mask, and which pairs are visible: (sequence, q_len, k_len) -> bool, broadcastable to (heads_q, q_len, k_len)."""
+    """A mask, and its visible pairs: (sequence, q_len, k_len) -> bool, broadcastable to (heads_q, q_len, k_len)."""
 
     mask: onchip.Mask | None
     visible: Callable[[int, int, int], Tensor]

@@ -3,7 +3,7 @@
 Plain torch keeps P and its sums; an attention that never stores P cannot. Where torch's own error is small by luck
 (one key, a near tie, sums that cancel), twice of it is no measure, so `rooms` adds the roundings that are there:
 
-- P = exp(s - lse) is off by a rounding of s and lse, relative to their size: rho = eps * (1 + |lse|).
+- P = exp(s - lse) is off by a rounding of lse and of the terms of s = scale * q.k, relative to their size: rho.
 - dS = P * (dP - delta + dlse): each of the three is off by rho of its own size, however they cancel, and delta, taken
   from the stored out, by a rounding of out in its dtype.
 """
@@ -23,15 +23,32 @@ def top(x: Tensor) -> float:
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
-def relative_rounding(lse: Tensor, dtype: torch.dtype) -> float:
-    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (1 + top(lse))
+def longest(x: Tensor) -> float:
+    """The largest norm of a row, with 0 for what is not finite in it."""
+    return top(x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1))
+
+
+def relative_rounding(q: Tensor, k: Tensor, lse: Tensor, case, dtype: torch.dtype) -> float:
+    """rho = eps * (1 + the larger of |lse| and scale * |q| * |k|)."""
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return eps * (1 + max(top(lse), scale_of(case) * longest(q) * longest(k)))
+
+
+def scale_of(case) -> float:
+    return abs(case.scale if case.scale is not None else case.dims[0] ** -0.5)
 
 
 def rooms(
-    truth: Callable, tensors: dict[str, Tensor], upstream: tuple, exact: dict, scored: Scored, case, dtype: torch.dtype
+    truth: Callable,
+    tensors: dict[str, Tensor],
+    upstream: tuple,
+    exact: dict,
+    scored: Scored,
+    case,
+    dtype: torch.dtype,
 ) -> dict[str, float]:
     """What rounding may cost each output and gradient, at most; tensors are float64."""
-    rho = relative_rounding(exact["lse"], dtype)
+    rho = relative_rounding(tensors["q"], tensors["k"], exact["lse"], case, dtype)
     kept = 1 / (1 - case.dropout) if case.dropout < 1 else 1.0
     values = top(tensors["v"]) * kept
     if upstream == (None, None):
@@ -41,14 +58,13 @@ def rooms(
     of_key = max((top(p.sum(2).unflatten(1, (case.heads[1], -1)).sum(2)) for p in weights), default=0.0)
     dout, dlse = (torch.zeros(()) if x is None else x.double() for x in upstream)
     size, out_size = (x.norm(dim=-1) if x.dim() else x for x in (dout, exact["out"]))
-    terms = size * (top(tensors["v"].nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)) * kept + out_size)
+    terms = size * (longest(tensors["v"]) * kept + out_size)
     terms = rho * (terms + (dlse.mT.abs() if dlse.dim() else dlse))
     slope = top(terms + torch.finfo(dtype).eps / 2 * size * out_size)
-    scale = abs(case.scale if case.scale is not None else case.dims[0] ** -0.5)
     found = {
         "out": rho * values,
-        "dq": slope * seen * scale * top(tensors["k"]),
-        "dk": slope * of_key * scale * top(tensors["q"]),
+        "dq": slope * seen * scale_of(case) * top(tensors["k"]),
+        "dk": slope * of_key * scale_of(case) * top(tensors["q"]),
         "dv": rho * kept * of_key * top(dout),
     }
     return found | {f"d{name}": slope * top(x) for name, x in scored.sums(weights).items()}
@@ -60,10 +76,14 @@ def _weights(truth: Callable, tensors: dict[str, Tensor]) -> list[Tensor]:
     _, lse = truth(**tensors, probes=probes)
     if not probes or not lse.requires_grad:
         return [p.detach() for p in probes]
-    return [p.abs() for p in torch.autograd.grad(lse.sum(), probes, allow_unused=True, materialize_grads=True)]
+    return [
+        p.abs() for p in torch.autograd.grad(lse.sum(), probes, allow_unused=True, materialize_grads=True)
+    ]
 
 
-def assert_within(name: str, actual: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, room: float) -> None:
+def assert_within(
+    name: str, actual: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, room: float
+) -> None:
     """`oracle.assert_within` with this room."""
     # The oracle allows twice the error of torch's own, so half of the room joins it.
     worse = plain.double() + torch.where(plain.double() < exact, -0.5, 0.5) * room

@@ -104,7 +104,7 @@ class Target:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(module, "refuse", listen))
             if self.forced:
-                stack.enter_context(mock.patch.object(module, "tiles", lambda problem: Tiles(*self.tile)))
+                stack.enter_context(mock.patch.object(module, "tiles", return_value=Tiles(*self.tile)))
             yield answers
 
 
@@ -120,12 +120,14 @@ def check(target: Target, case: Case) -> dict[str, Tensor] | None:
         with target.in_use() as answers:
             try:
                 return run(target, case)
-            except NotImplementedError as error:
-                assert answers and answers[-1], f"raised {error!r}, which its refuse() does not say"
-                assert answers[-1] in str(error), f"the error {error} does not give the reason {answers[-1]}"
-                known = any(re.search(reason, answers[-1]) for reason in target.refusals)
-                assert known, f"refused for a reason that the target does not list: {answers[-1]}"
-                return None
+            except NotImplementedError as raised:
+                error = raised
+            reason = answers[-1] if answers else None
+            assert reason, f"raised {error!r}, where its refuse() gives no reason"
+            assert reason in str(error), f"the error {error} does not give the reason, {reason}"
+            known = any(re.search(pattern, reason) for pattern in target.refusals)
+            assert known, f"refused for a reason that the target does not list: {reason}"
+            return None
     except Exception as error:
         raise AssertionError(f"{error}\nrepeat with: {line}{case})") from error
 
@@ -183,7 +185,9 @@ def sequence_options(
         found |= scored.truth(extra, b, q_len, k_len)
         if probes is not None:
             size = (1, case.heads[0], q_len, k_len)
-            probes.append(torch.zeros(size, dtype=torch.float64, device=scored.table.device, requires_grad=True))
+            probes.append(
+                torch.zeros(size, dtype=torch.float64, device=scored.table.device, requires_grad=True)
+            )
             found["add"] = probes[-1] if found["add"] is None else found["add"] + probes[-1]
         return found
 
@@ -191,7 +195,7 @@ def sequence_options(
 
 
 def survivors(case: Case, shape: Shape, backend: str = "reference") -> Tensor | None:
-    """The dropout keep mask (batch, heads_q, seqlen_q, seqlen_k) as the backend draws it, read off with v = identity."""
+    """The dropout keep mask (batch, heads_q, seqlen_q, seqlen_k) that a backend draws, read off with v = identity."""
     if case.dropout == 0:
         return None
     q = torch.zeros(shape.batch, shape.seqlen_q, shape.heads_q, 4, device=shape.device)
@@ -311,8 +315,9 @@ def compare(
     before = {name: t.clone() for name, t in tensors.items()}
     upstream = _upstream(case, inputs["q"])
     if unused is not None:
-        for rows in (x for x in (upstream[0], None if upstream[1] is None else upstream[1].mT) if x is not None):
-            rows[unused] = case.poison
+        for rows in upstream:
+            if rows is not None:
+                (rows if rows.dim() == 3 else rows.mT)[unused] = case.poison
 
     def apply(fn, to):
         held = {n: to(t) for n, t in tensors.items() if case.wanted not in (None, n)}
@@ -329,7 +334,9 @@ def compare(
         assert value.dtype == expected, f"{name}: {value.dtype}, expected {expected}"
         assert_within(name, value, exact[name], plain[name], dtype, room.get(name, 0.0))
     for name, t in tensors.items():
-        torch.testing.assert_close(t, before[name], rtol=0, atol=0, equal_nan=True, msg=f"the call changed {name}")
+        torch.testing.assert_close(
+            t, before[name], rtol=0, atol=0, equal_nan=True, msg=f"the call changed {name}"
+        )
     return actual
 
 

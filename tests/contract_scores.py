@@ -117,7 +117,9 @@ class Scored:
 
     def sums(self, weights: list[Tensor]) -> dict[str, Tensor]:
         """Of each tensor's gradient the sum of its terms, each its score's weight [1, heads_q, q_len, k_len] large."""
-        leaves = {name: t.double().nan_to_num(neginf=0.0).requires_grad_() for name, t in self.tensors.items()}
+        leaves = {
+            name: t.double().nan_to_num(neginf=0.0).requires_grad_() for name, t in self.tensors.items()
+        }
         if not leaves:
             return {}
         total = torch.zeros((), dtype=torch.float64, device=self.shape.device)

@@ -22,7 +22,9 @@ def test_double_backward_says_no():
     q, k, v = leaves()
     for order in ("out", "lse"):
         out, lse = onchip.attention(q, k, v, return_lse=True)
-        first = torch.autograd.grad((out if order == "out" else lse).square().sum(), (q, k), create_graph=True)
+        first = torch.autograd.grad(
+            (out if order == "out" else lse).square().sum(), (q, k), create_graph=True
+        )
         with pytest.raises(NotImplementedError, match="double backward"):
             torch.autograd.grad(first[0].sum(), q)
     cu = torch.tensor([0, 20, 33])
@@ -172,7 +174,7 @@ def test_an_input_changed_before_backward_is_an_error():
 
 
 @pytest.mark.parametrize("kind", ["mask", "mod"])
-def test_a_mask_or_table_changed_before_backward_is_no_silent_error(kind):
+def test_a_mask_or_table_changed_before_backward_is_an_error(kind):
     x = torch.randn(1, 9, 1, 4, requires_grad=True)
     table = torch.ones(9, dtype=torch.bool) if kind == "mask" else torch.ones(9)
     if kind == "mask":
@@ -180,14 +182,10 @@ def test_a_mask_or_table_changed_before_backward_is_no_silent_error(kind):
     else:
         options = {"score": onchip.Score(mod=onchip.mod(lambda score, b, h, q, k, t: score * t[k], table))}
     out = onchip.attention(x, x, x, **options).sin().sum()
-    (expected,) = torch.autograd.grad(out, x, retain_graph=True)
+    torch.autograd.grad(out, x, retain_graph=True)
     table[3:] = 0
-    try:
-        (found,) = torch.autograd.grad(out, x)
-    except RuntimeError as error:
-        assert "modified" in str(error)
-    else:
-        assert torch.equal(found, expected), "the gradient of another mask than the forward pass's"
+    with pytest.raises(RuntimeError, match="modified"):
+        torch.autograd.grad(out, x)
 
 
 # Checkpoints, torch.func and vmap.
@@ -229,7 +227,9 @@ def test_func_grad_and_jacrev():
     value, _ = torch.func.vjp(lambda q: onchip.attention(q, k, v), q)
     assert torch.equal(value, onchip.attention(q, k, v))
     small = [x[:1, :3, :2, :2] for x in (q, k, v)]
-    jacobian = torch.func.jacrev(lambda q: onchip.attention(q, small[1][:, :, :1], small[2][:, :, :1]))(small[0])
+    jacobian = torch.func.jacrev(lambda q: onchip.attention(q, small[1][:, :, :1], small[2][:, :, :1]))(
+        small[0]
+    )
     assert jacobian.shape == (1, 3, 2, 2, 1, 3, 2, 2)
 
 

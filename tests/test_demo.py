@@ -93,6 +93,13 @@ def test_report_is_one_small_file_with_everything(finished, results):
     assert report.INK not in page
 
 
+def test_report_says_where_onchip_is_slower(results):
+    train = {**results["train"], "dense": {**results["train"]["dense"], "step_seconds": 1e-9}}
+    assert "times as long here" in report.sentences({**results, "train": train})["train"]
+    train["dense"]["step_seconds"] = 1e9
+    assert "times as long" not in report.sentences({**results, "train": train})["train"]
+
+
 def test_report_says_where_dense_stops(results):
     lines = {
         "dense": [

@@ -48,7 +48,9 @@ def packed_case(mask, score, **options):
     scored = SCORES[score].make(shape)
     q, k, v = torch.randn(sum(shape.q_lens) + 2, 2, 3), torch.randn(sum(shape.k_lens) + 1, 1, 3), None
     v = torch.randn(k.shape[0], 1, 4)
-    cu_q, cu_k = (torch.nn.functional.pad(torch.tensor(n).cumsum(0), (1, 0)) for n in (shape.q_lens, shape.k_lens))
+    cu_q, cu_k = (
+        torch.nn.functional.pad(torch.tensor(n).cumsum(0), (1, 0)) for n in (shape.q_lens, shape.k_lens)
+    )
     cu_q[-1] += 2  # unused rows of the last sequence
     cu_k[-1] += 1
     used = {"seqused_q": torch.tensor(shape.q_lens), "seqused_k": torch.tensor(shape.k_lens)}

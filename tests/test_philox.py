@@ -83,7 +83,8 @@ def test_the_same_bits_packed_and_dense():
     cu_q, cu_k = (torch.nn.functional.pad(torch.tensor(n).cumsum(0), (1, 0)) for n in (q_lens, k_lens))
     v = torch.cat([torch.eye(30)[:n] for n in k_lens])[:, None].expand(-1, 2, -1)
     for backend in ("cpu", "reference"):
-        out = onchip.attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, dropout=0.4, seed=5, backend=backend)
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        out = onchip.attention_varlen(q, k, v, **lengths, dropout=0.4, seed=5, backend=backend)
         for b, (m, n) in enumerate(zip(q_lens, k_lens, strict=True)):
             own = out[cu_q[b] : cu_q[b + 1]].transpose(0, 1) != 0
             assert torch.equal(own[:, :, :n], dense[b, :, :m, :n])
@@ -111,7 +112,9 @@ def test_bits_do_not_depend_on_mask_score_or_dtype():
 @pytest.mark.parametrize("probability", [0.0, 1e-3, 0.1, 0.5, 0.9, 1 - 1e-3, 1.0])
 def test_the_kept_share(probability):
     """Within five standard deviations, in all, and along each axis by chi-square's mean of 1."""
-    keep = dropouts.keep(region([0, 1, 2], (0, 4), (0, 200), (0, 300), (200, 300)), 4, probability, 2**40 + 17).double()
+    keep = dropouts.keep(
+        region([0, 1, 2], (0, 4), (0, 200), (0, 300), (200, 300)), 4, probability, 2**40 + 17
+    ).double()
     keep = keep.expand(3, 4, 200, 300)
     if probability in (0.0, 1.0):
         assert keep.mean() == 1 - probability

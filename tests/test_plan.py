@@ -22,7 +22,9 @@ def test_counts_are_those_of_the_whole_matrix(mask, backend, monkeypatch):
         monkeypatch.setattr(select.load(backend), "tiles", lambda problem: Tiles(16, 32))
     masked = MASKS[mask](shape)
     for heads_k in (4, 1):
-        plan = onchip.plan((2, 45, 4, 8), (2, 70, heads_k, 8), (2, 70, heads_k, 24), mask=masked.mask, backend=backend)
+        plan = onchip.plan(
+            (2, 45, 4, 8), (2, 70, heads_k, 8), (2, 70, heads_k, 24), mask=masked.mask, backend=backend
+        )
         truth = full_truth(masked, shape)
         kinds = torch.cat([true_kinds(visible, plan.tiles) for visible in truth])
         assert [plan.empty, plan.partial, plan.full] == [int((kinds == kind).sum()) for kind in range(3)]
@@ -44,7 +46,12 @@ def test_shapes_alone_give_what_tensors_give(layout):
     q, k, v = qkv(2, 33, 70, 4, 2, dim=8, dim_v=24, dtype=torch.bfloat16)
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    options = {"mask": onchip.window(9, 3), "score": onchip.Score(softcap=2.0), "layout": layout, "dropout": 0.1}
+    options = {
+        "mask": onchip.window(9, 3),
+        "score": onchip.Score(softcap=2.0),
+        "layout": layout,
+        "dropout": 0.1,
+    }
     by_tensor = onchip.plan(q, k, v, **options)
     shapes = tuple(q.shape), tuple(k.shape), v.shape
     assert onchip.plan(*shapes, dtype=torch.bfloat16, **options) == by_tensor
@@ -63,14 +70,19 @@ def test_shapes_too_large_for_memory():
 def test_a_plan_is_what_the_call_does():
     """Score tiles that the loop loads are those that the plan counts."""
     q, k, v = qkv(2, 700, 900, 4, 2, dim=8)
-    for mask in (None, onchip.causal(), onchip.window(100, 0), onchip.dense(torch.rand(2, 4, 700, 900) < 1e-5)):
+    for mask in (
+        None,
+        onchip.causal(),
+        onchip.window(100, 0),
+        onchip.dense(torch.rand(2, 4, 700, 900) < 1e-5),
+    ):
         plan = onchip.plan(q, k, v, mask=mask, backend="cpu")
         with onchip.backends.cpu.trace() as moved:
             onchip.attention(q, k, v, mask=mask, backend="cpu")
         visited = plan.partial + plan.full
         group = 2  # a key head's tile is loaded once for its query heads, where any of them visits it
         loaded = moved.tiles_loaded.get("k", 0)
-        assert loaded * group == visited or mask is not None and visited / group <= loaded <= visited
+        assert loaded * group == visited or (mask is not None and visited / group <= loaded <= visited)
         assert moved.tiles_loaded["q"] == 2 * 4 * plan.tiles.count(700, 900)[0]
 
 
@@ -83,9 +95,20 @@ def test_zero_sizes():
 
 
 def test_what_it_prints():
-    plan = onchip.plan((2, 1024, 8, 64), (2, 2048, 2, 64), (2, 2048, 2, 128), mask=onchip.causal(), backend="cpu")
+    plan = onchip.plan(
+        (2, 1024, 8, 64), (2, 2048, 2, 64), (2, 2048, 2, 128), mask=onchip.causal(), backend="cpu"
+    )
     text = str(plan)
-    for part in ("batch 2", "1024 x 2048", "8/2", "64/128", "float32", "cpu", f"{plan.empty} empty", f"{plan.pairs:,}"):
+    for part in (
+        "batch 2",
+        "1024 x 2048",
+        "8/2",
+        "64/128",
+        "float32",
+        "cpu",
+        f"{plan.empty} empty",
+        f"{plan.pairs:,}",
+    ):
         assert part in text, part
     assert re.search(rf"{plan.tiles.tile_m} x {plan.tiles.tile_n}", text)
     for name, reason in plan.refusals.items():
@@ -157,10 +180,22 @@ def test_a_plan_is_a_plain_record():
     plan = onchip.plan(shape, shape, shape)
     assert isinstance(plan, onchip.Plan)
     names = {field.name for field in dataclasses.fields(plan)}
-    assert names >= {"backend", "refusals", "tiles", "empty", "partial", "full", "pairs", "flops", "extra_memory"}
+    assert names >= {
+        "backend",
+        "refusals",
+        "tiles",
+        "empty",
+        "partial",
+        "full",
+        "pairs",
+        "flops",
+        "extra_memory",
+    }
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.flops = 3
-    assert all(type(getattr(plan, n)) is int for n in ("empty", "partial", "full", "pairs", "flops", "extra_memory"))
+    assert all(
+        type(getattr(plan, n)) is int for n in ("empty", "partial", "full", "pairs", "flops", "extra_memory")
+    )
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -51,7 +51,9 @@ def cases(draw):
         scale=draw(st.sampled_from([None, None, None, 0.3, -0.5])),
         dropout=0.0 if layout == "cache" else draw(st.sampled_from([0.0, 0.0, 0.0, 0.2, 0.7])),
         # An expanded tensor is one sequence and head for all, and what one does not see another may.
-        poison=None if layout == "expanded" else draw(st.sampled_from([None, None, float("nan"), float("inf")])),
+        poison=None
+        if layout == "expanded"
+        else draw(st.sampled_from([None, None, float("nan"), float("inf")])),
         upstream=draw(st.sampled_from(["both", "both", "out", "lse"])),
         seed=draw(st.integers(0, 2**31)),
         **more,

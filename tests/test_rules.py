@@ -102,7 +102,9 @@ def test_spans_of_random_tile_rows(on_tensors):
                 found = span_kinds(torch.broadcast_tensors(*with_band), tile_k, k_len)
                 expected = true_kinds(*sizes, band, transposed)
                 wrong = (found != expected).any(1).nonzero().flatten()
-                assert not len(wrong), f"spans({[int(x[wrong[0]]) for x in sizes]}, {own}), transposed {transposed}"
+                assert not len(wrong), (
+                    f"spans({[int(x[wrong[0]]) for x in sizes]}, {own}), transposed {transposed}"
+                )
                 rows += len(i)
     assert rows >= 2 * ROWS
 
@@ -172,7 +174,12 @@ def test_spans_at_lengths_of_millions():
     """The first and last tile rows of a window of 4096 at 2^21 keys, where the answer is known by hand."""
     n, band = 2**21, rules.Band(left=4095, right=0)
     assert rules.spans(0, 128, 128, n, n, band) == (0, 0, 0, 1)
-    assert rules.spans(n // 128 - 1, 128, 128, n, n, band) == (n // 128 - 33, n // 128 - 32, n // 128 - 1, n // 128)
+    assert rules.spans(n // 128 - 1, 128, 128, n, n, band) == (
+        n // 128 - 33,
+        n // 128 - 32,
+        n // 128 - 1,
+        n // 128,
+    )
     assert rules.spans(0, 128, 128, 1, n, rules.Band(right=0)) == (0, 0, n // 128, n // 128)
 
 

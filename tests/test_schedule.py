@@ -24,7 +24,8 @@ def state(shape, heads_k=None, masked=None):
     heads_k = heads_k or shape.heads_q
     mask = onchip.Mask() if masked is None or masked.mask is None else masked.mask
     if len(set(shape.q_lens)) == len(set(shape.k_lens)) == 1:
-        q, k = (torch.empty(shape.batch, n, h, 8) for n, h in ((shape.seqlen_q, shape.heads_q), (shape.seqlen_k, heads_k)))
+        q = torch.empty(shape.batch, shape.seqlen_q, shape.heads_q, 8)
+        k = torch.empty(shape.batch, shape.seqlen_k, heads_k, 8)
         place = Dense(shape.batch, shape.seqlen_q, shape.seqlen_k)
         return problems.state(q, k, k, place, "dense", mask, None), place, mask
     q, k = torch.empty(sum(shape.q_lens), shape.heads_q, 8), torch.empty(sum(shape.k_lens), heads_k, 8)
@@ -40,7 +41,9 @@ def true_kinds(visible, tiles):
     kinds = torch.zeros(heads, m_blocks, n_blocks, dtype=torch.uint8)
     for i in range(m_blocks):
         for j in range(n_blocks):
-            tile = visible[:, i * tiles.tile_m : (i + 1) * tiles.tile_m, j * tiles.tile_n : (j + 1) * tiles.tile_n]
+            tile = visible[
+                :, i * tiles.tile_m : (i + 1) * tiles.tile_m, j * tiles.tile_n : (j + 1) * tiles.tile_n
+            ]
             some, every = tile.flatten(1).any(1), tile.flatten(1).all(1)
             kinds[:, i, j] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))
     return kinds
@@ -63,7 +66,9 @@ def check_schedule(shape, heads_k, masked, tiles):
         same = (by_key_head == by_key_head[:, :, :1]).all(2)
         expected = torch.where(same, by_key_head[:, :, 0], PARTIAL)
         assert (group.kinds == expected).all(), f"group of sequences {members}"
-        assert [(group.q_len, group.k_len)] * len(members) == [(shape.q_lens[b], shape.k_lens[b]) for b in members]
+        assert [(group.q_len, group.k_len)] * len(members) == [
+            (shape.q_lens[b], shape.k_lens[b]) for b in members
+        ]
         for m_block, visits in group.rows():
             row = group.kinds[m_block].tolist()
             assert visits == [(n, kind == FULL) for n, kind in enumerate(row) if kind != EMPTY]
@@ -157,6 +162,23 @@ def test_a_mask_follows_its_tensor_changed_in_place(kind, wrap):
     assert onchip.plan(q, k, v, mask=mask).pairs == onchip.plan(q, k, v, mask=made(after.clone())).pairs
 
 
+def test_a_tensor_that_the_function_closes_over_is_followed_or_refused():
+    """Its changes carry no version that the mask could see."""
+    ids = torch.zeros(64, dtype=torch.long)
+    q, k, v = (torch.randn(1, 64, 1, 8) for _ in "qkv")
+    try:
+        mask = onchip.where(lambda b, h, q, k: ids[q] == ids[k])
+    except (TypeError, ValueError) as raised:
+        error = raised
+    else:
+        onchip.attention(q, k, v, mask=mask)
+        ids.copy_(torch.arange(64) // 20)
+        found, expected = (onchip.attention(q, k, v, mask=m) for m in (mask, onchip.documents(ids[None])))
+        torch.testing.assert_close(found, expected)
+        return
+    assert "ids" in str(error)
+
+
 def test_a_tensor_of_inference_mode_is_looked_at_each_time():
     with torch.inference_mode():
         keep = torch.ones(64, 64, dtype=torch.bool)
@@ -182,7 +204,8 @@ def test_a_mask_serves_problems_of_other_sizes_and_heads():
     for m, n in ((64, 64), (10, 64), (64, 10), (64, 64)):
         q, k = torch.randn(2, m, 4, 8), torch.randn(2, n, 2, 8)
         torch.testing.assert_close(
-            onchip.attention(q, k, k, mask=causal), onchip.attention(q, k, k, mask=causal, backend="reference")
+            onchip.attention(q, k, k, mask=causal),
+            onchip.attention(q, k, k, mask=causal, backend="reference"),
         )
 
 
@@ -262,7 +285,8 @@ MEASURE = """
 
 def test_maps_of_131072_take_under_1_gib():
     script = textwrap.dedent(MEASURE).format(n=N, masks=BIG)
-    run = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=1800)
+    options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 1800}
+    run = subprocess.run([sys.executable, "-c", script], **options)
     assert run.returncode == 0, run.stderr[-2000:]
     results = json.loads(run.stdout)
     print(json.dumps(results, indent=1))

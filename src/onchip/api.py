@@ -58,7 +58,18 @@ def attention(
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
     place = problems.dense_layout(q, k, v)
     out, lse = _run(
-        q, k, v, place, "dense", mask, score, backend, seed, scale=scale, dropout=dropout, deterministic=deterministic
+        q,
+        k,
+        v,
+        place,
+        "dense",
+        mask,
+        score,
+        backend,
+        seed,
+        scale=scale,
+        dropout=dropout,
+        deterministic=deterministic,
     )
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
@@ -95,9 +106,22 @@ def attention_varlen(
     Returns out (total_q, heads_q, dim_v) and, with return_lse, lse (heads_q, total_q). Otherwise as `attention`.
     """
     q, k, v = _cast(q, k, v)
-    place = varlen_layout(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    place = varlen_layout(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    )
     out, lse = _run(
-        q, k, v, place, "varlen", mask, score, backend, seed, scale=scale, dropout=dropout, deterministic=deterministic
+        q,
+        k,
+        v,
+        place,
+        "varlen",
+        mask,
+        score,
+        backend,
+        seed,
+        scale=scale,
+        dropout=dropout,
+        deterministic=deterministic,
     )
     return (out, lse) if return_lse else out
 
@@ -143,7 +167,9 @@ def attention_with_cache(
     new = _check_new(q, k_cache, v_cache, k, v)
     place = cache_layout(q, k_cache, v_cache, new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     kind = "cache" if page_table is None else "paged"
-    call = _call(q, k_cache, v_cache, place, kind, mask, score, backend, None, scale=scale, num_splits=num_splits)
+    call = _call(
+        q, k_cache, v_cache, place, kind, mask, score, backend, None, scale=scale, num_splits=num_splits
+    )
     if rotary is not None:
         q, k = _rotate(rotary, q, k, place)
     if k is not None and v is not None:
@@ -212,7 +238,9 @@ def _check_new(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> int:
         return 0
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor (batch, seqlen_new, heads_k, dim)")
+            raise TypeError(
+                f"{name}: got {type(x).__name__}, expected a tensor (batch, seqlen_new, heads_k, dim)"
+            )
         if x.dtype is not cache.dtype:
             raise TypeError(f"{name}: has dtype {x.dtype}, expected {cache.dtype} as for {name}_cache")
         if x.device != cache.device:
@@ -242,8 +270,13 @@ def _rotate(rotary: Any, q: Tensor, k: Tensor | None, place: Cache) -> tuple[Ten
 
 
 def _append(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    row, slot = place.locate(torch.arange(k.shape[0], device=k.device), place.lengths - k.shape[1], k.shape[1])
-    if k.device.type == "cpu" and len(set(zip(row.flatten().tolist(), slot.flatten().tolist(), strict=True))) < row.numel():
-        raise ValueError("k: two sequences would append to the same slot, expected distinct cache_batch_idx or pages")
+    row, slot = place.locate(
+        torch.arange(k.shape[0], device=k.device), place.lengths - k.shape[1], k.shape[1]
+    )
+    places = row * max(k_cache.shape[1], 1) + slot
+    if k.device.type == "cpu" and places.unique().numel() < places.numel():
+        raise ValueError(
+            "k: two sequences would append to the same slot, expected distinct cache_batch_idx or pages"
+        )
     k_cache[row, slot] = k
     v_cache[row, slot] = v

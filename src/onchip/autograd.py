@@ -40,7 +40,9 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
     tensors = (operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not wanted and not torch._C._are_functorch_transforms_active():
-        output = call.backend.forward(call.problem, operands, call.tiles)  # a third of a small call's host time
+        output = call.backend.forward(
+            call.problem, operands, call.tiles
+        )  # a third of a small call's host time
         return output.out, output.lse
     out, lse, _ = _Attention.apply(call, *tensors)  # type: ignore[misc]
     return out, lse
@@ -84,7 +86,9 @@ class _AttentionGrad(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is refused in words."""
 
     @staticmethod
-    def forward(call: Call, needs: frozenset[str], dout: Tensor, dlse: Tensor | None, out, lse, rest, *inputs):
+    def forward(
+        call: Call, needs: frozenset[str], dout: Tensor, dlse: Tensor | None, out, lse, rest, *inputs
+    ):
         saved = Saved(out, lse, rest, needs)
         grads = call.backend.backward(call.problem, call.bind(inputs), saved, dout, dlse, call.tiles)
         return tuple(getattr(grads, name) for name in INPUTS)
@@ -95,7 +99,9 @@ class _AttentionGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any):
-        raise NotImplementedError("onchip: double backward is not implemented (a gradient of attention's gradient)")
+        raise NotImplementedError(
+            "onchip: double backward is not implemented (a gradient of attention's gradient)"
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, needs: frozenset[str], *tensors: Tensor | None):

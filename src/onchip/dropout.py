@@ -14,7 +14,9 @@ def keep(region: Region, heads_q: int, probability: float, seed: int, offset: in
     counter = rules.dropout_counter(region.b, region.h, heads_q, region.q, 4 * fours, offset)
     words = rules.philox(seed & 0xFFFFFFFF, seed >> 32, *counter)
     start = region.k0 - 4 * first
-    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(3)[..., start : start + region.k1 - region.k0]
+    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(3)[
+        ..., start : start + region.k1 - region.k0
+    ]
     return bits >= threshold(probability)
 
 

@@ -33,7 +33,9 @@ class Rotary:
         for name, x in (("cos", self.cos), ("sin", self.sin)):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-                raise TypeError(f"rotary: {name} is {kind}, expected a floating point tensor (positions, rotary_dim / 2)")
+                raise TypeError(
+                    f"rotary: {name} is {kind}, expected floating point (positions, rotary_dim / 2)"
+                )
         if self.cos.dim() != 2 or self.cos.shape != self.sin.shape:
             raise ValueError(
                 f"rotary: cos and sin have shapes {tuple(self.cos.shape)} and {tuple(self.sin.shape)}, expected the "
@@ -43,7 +45,9 @@ class Rotary:
     def check(self, dim: int, last: int | None) -> None:
         """Raise ValueError where the tables are too wide for dim, or end before position `last` (None: unknown)."""
         if 2 * self.cos.shape[1] > dim:
-            raise ValueError(f"rotary: cos has {self.cos.shape[1]} columns, expected at most dim / 2 = {dim // 2}")
+            raise ValueError(
+                f"rotary: cos has {self.cos.shape[1]} columns, expected at most dim / 2 = {dim // 2}"
+            )
         if last is not None and last >= self.cos.shape[0]:
             raise ValueError(f"rotary: cos has {self.cos.shape[0]} positions, expected at least {last + 1}")
 
@@ -54,7 +58,9 @@ class Rotary:
         positions = positions.clamp(0, max(self.cos.shape[0] - 1, 0))  # queries above the first key see none
         cos, sin = (t.to(wide)[positions][:, :, None] for t in (self.cos, self.sin))
         head, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
-        a, b = (head[..., 0::2], head[..., 1::2]) if self.interleaved else (head[..., :half], head[..., half:])
+        a, b = (
+            (head[..., 0::2], head[..., 1::2]) if self.interleaved else (head[..., :half], head[..., half:])
+        )
         turned = (a * cos - b * sin, a * sin + b * cos)
         mixed = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
         return torch.cat([mixed.to(x.dtype), rest], dim=-1)
@@ -73,15 +79,28 @@ def integers(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def varlen_layout(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_q: Any, max_k: Any, used_q: Any, used_k: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_q: Any,
+    max_k: Any,
+    used_q: Any,
+    used_k: Any,
 ) -> Varlen:
     """The layout of packed (total, heads, dim) tensors, after the checks of shapes, boundaries and lengths."""
     check_tensors(q, k, v, dims=3)
     if v.shape[0] != k.shape[0]:
-        raise ValueError(f"v: has total {v.shape[0]} (shape {tuple(v.shape)}), expected {k.shape[0]} as for k")
-    cu_q, cu_k = (_boundaries(side, cu, x) for side, cu, x in (("q", cu_seqlens_q, q), ("k", cu_seqlens_k, k)))
+        raise ValueError(
+            f"v: has total {v.shape[0]} (shape {tuple(v.shape)}), expected {k.shape[0]} as for k"
+        )
+    cu_q, cu_k = (
+        _boundaries(side, cu, x) for side, cu, x in (("q", cu_seqlens_q, q), ("k", cu_seqlens_k, k))
+    )
     if cu_q.numel() != cu_k.numel():
-        raise ValueError(f"cu_seqlens_k: has {cu_k.numel() - 1} sequences, expected {cu_q.numel() - 1} as for cu_seqlens_q")
+        counts = cu_k.numel() - 1, cu_q.numel() - 1
+        raise ValueError(f"cu_seqlens_k: has {counts[0]} sequences, expected {counts[1]} as for cu_seqlens_q")
     used_q, used_k = (
         None if used is None else integers(f"seqused_{side}", used, (cu_q.numel() - 1,), q)
         for side, used in (("q", used_q), ("k", used_k))
@@ -108,7 +127,9 @@ def _longest(side: str, cu: Tensor, total: int, limit: Any, used: Tensor | None)
         raise ValueError(f"{name}: starts at {int(cu[0])}, expected 0")
     if (lengths < 0).any():
         at = int((lengths < 0).nonzero()[0])
-        raise ValueError(f"{name}: decreases from {int(cu[at])} to {int(cu[at + 1])} at {at + 1}, expected no decrease")
+        raise ValueError(
+            f"{name}: decreases from {int(cu[at])} to {int(cu[at + 1])} at {at + 1}, expected no decrease"
+        )
     if cu[-1] != total:
         raise ValueError(f"{name}: ends at {int(cu[-1])}, expected the total {total} of {side}")
     top = int(lengths.max()) if lengths.numel() else 0
@@ -136,17 +157,30 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 def cache_layout(
-    q: Any, k_cache: Any, v_cache: Any, new: int, cache_seqlens: Any, page_table: Any, batch_idx: Any, leftpad: Any
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    new: int,
+    cache_seqlens: Any,
+    page_table: Any,
+    batch_idx: Any,
+    leftpad: Any,
 ) -> Cache:
     """The layout of a call on a cache that will hold `new` further keys a sequence, after every check of it."""
     check_tensors(q, k_cache, v_cache, dims=4, k_name="k_cache", v_name="v_cache")
     if v_cache.shape[:2] != k_cache.shape[:2]:
-        raise ValueError(f"v_cache: has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape[:2])} first")
+        raise ValueError(
+            f"v_cache: has shape {tuple(v_cache.shape)}, expected {tuple(k_cache.shape[:2])} first"
+        )
     batch, device = q.shape[0], q.device
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int64, device=device)
     seqlens = integers("cache_seqlens", cache_seqlens, (batch,), q).long()
-    pad = torch.zeros_like(seqlens) if leftpad is None else integers("cache_leftpad", leftpad, (batch,), q).long()
+    pad = (
+        torch.zeros_like(seqlens)
+        if leftpad is None
+        else integers("cache_leftpad", leftpad, (batch,), q).long()
+    )
     if page_table is None:
         index = _cache_rows(q, k_cache, batch_idx)
         capacity, page_size = k_cache.shape[1], 0
@@ -159,7 +193,9 @@ def cache_layout(
         _check_capacity(seqlens, new, capacity, page_size)
         if (pad < 0).any() or (pad > seqlens).any():
             at = int(((pad < 0) | (pad > seqlens)).nonzero()[0])
-            raise ValueError(f"cache_leftpad: got {int(pad[at])} for sequence {at}, expected 0 to {int(seqlens[at])}")
+            raise ValueError(
+                f"cache_leftpad: got {int(pad[at])} for sequence {at}, expected 0 to {int(seqlens[at])}"
+            )
         if page_table is not None:
             _check_pages(page_table, seqlens + new, page_size, k_cache.shape[0])
         longest = int(lengths.max()) if batch else 0
@@ -174,7 +210,9 @@ def _cache_rows(q: Tensor, k_cache: Tensor, batch_idx: Any) -> Tensor:
         return torch.arange(batch, device=q.device)
     index = integers("cache_batch_idx", batch_idx, (batch,), q).long()
     if index.device.type == "cpu" and ((index < 0) | (index >= rows)).any():
-        raise ValueError(f"cache_batch_idx: got {index.tolist()[:8]}, expected 0 to {rows - 1}, the rows of k_cache")
+        raise ValueError(
+            f"cache_batch_idx: got {index.tolist()[:8]}, expected 0 to {rows - 1}, the rows of k_cache"
+        )
     return index
 
 
@@ -200,7 +238,9 @@ def _check_capacity(seqlens: Tensor, new: int, capacity: int, page_size: int) ->
         what = f"cache_seqlens: sequence {at} has {int(seqlens[at])} keys and {new} new ones"
         if page_size:
             columns = -(-need // page_size)
-            raise ValueError(f"{what}, expected page_table to have at least {columns} columns of {page_size} keys")
+            raise ValueError(
+                f"{what}, expected page_table to have at least {columns} columns of {page_size} keys"
+            )
         raise ValueError(f"{what}, expected at most the capacity {capacity} of k_cache")
 
 
@@ -210,6 +250,7 @@ def _check_pages(page_table: Tensor, lengths: Tensor, page_size: int, pages: int
     wrong = used & ((page_table < 0) | (page_table >= pages))
     if wrong.any():
         b, column = wrong.nonzero()[0].tolist()
+        page = int(page_table[b, column])
         raise ValueError(
-            f"page_table: sequence {b} has page {int(page_table[b, column])} in column {column}, expected 0 to {pages - 1}"
+            f"page_table: sequence {b} has page {page} in column {column}, expected 0 to {pages - 1}"
         )

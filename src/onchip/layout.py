@@ -1,44 +1,20 @@
 """Where the sequences of a call live in its tensors: dense, packed (varlen), or a cache.
 
-A layout answers how long each sequence is, and reads and writes the rows of some sequences as
-[sequences, heads, length, dim]. Lengths, pages and offsets are here, never in a mask.
+Lengths, pages and offsets are here, never in a mask. Each layout answers the same questions:
+
+- `batch`; `seqlen_q`, `seqlen_k`: the longest sequence that there may be.
+- `q_lens`, `k_lens`: the length of each sequence, read from the device where they are there; `device_lengths()`: the
+  same without a read, an int for all or a tensor [batch, 1, 1, 1].
+- `read_q`, `read_k`, `write_q`, `write_k`: the rows of some sequences and heads as [sequences, heads, length, dim].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class Layout(Protocol):
-    @property
-    def batch(self) -> int: ...
-    @property
-    def seqlen_q(self) -> int:
-        """The longest query sequence that there may be."""
-        ...
-
-    @property
-    def seqlen_k(self) -> int: ...
-    @property
-    def q_lens(self) -> list[int]:
-        """Length of each sequence. Reads them from the device where they are there."""
-        ...
-
-    @property
-    def k_lens(self) -> list[int]: ...
-    def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
-        """q and k lengths without a read from the device: an int for all, or [batch, 1, 1, 1]."""
-        ...
-
-    def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor: ...
-    def read_k(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor: ...
-    def write_q(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None: ...
-    def write_k(self, tensor: Tensor, batch: Tensor, heads: slice, rows: Tensor) -> None: ...
 
 
 def _slots(batch: Tensor) -> slice | Tensor:
@@ -188,3 +164,6 @@ class Cache:
         if self.page_table is None:
             return self.index[batch][:, None].expand_as(slot), slot
         return self.page_table[batch[:, None], slot // self.page_size].long(), slot % self.page_size
+
+
+Layout = Dense | Varlen | Cache

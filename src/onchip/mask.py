@@ -58,7 +58,9 @@ class Region:
         """This region of a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
         if tensor.shape[0] > 1:
             tensor = tensor[self.batch]
-        for dim, (start, stop) in enumerate(((self.head0, self.head1), (self.q0, self.q1), (self.k0, self.k1)), 1):
+        for dim, (start, stop) in enumerate(
+            ((self.head0, self.head1), (self.q0, self.q1), (self.k0, self.k1)), 1
+        ):
             if tensor.shape[dim] > 1:
                 tensor = tensor.narrow(dim, start, stop - start)
         return tensor
@@ -103,7 +105,9 @@ class Rows:
         if self.name in ("prefix", "padding"):
             top = torch.as_tensor(self.value).max().item() if torch.as_tensor(self.value).numel() else 0
             if top > problem.seqlen_k:
-                raise ValueError(f"{self.name}: got length {top}, expected at most seqlen_k = {problem.seqlen_k}")
+                raise ValueError(
+                    f"{self.name}: got length {top}, expected at most seqlen_k = {problem.seqlen_k}"
+                )
 
     def __repr__(self) -> str:
         return f"{self.name}({_brief(self.value)})"
@@ -133,7 +137,10 @@ class Documents:
     def check(self, problem: Problem) -> None:
         if self.ids_q is self.ids_k:
             _check_positions("ids", self.ids_k.shape[1], problem)
-        for name, ids, seqlen in (("ids", self.ids_q, problem.seqlen_q), ("ids_k", self.ids_k, problem.seqlen_k)):
+        for name, ids, seqlen in (
+            ("ids", self.ids_q, problem.seqlen_q),
+            ("ids_k", self.ids_k, problem.seqlen_k),
+        ):
             _check_batch(f"documents: {name}", ids, problem)
             fits = ids.shape[1] == seqlen or (name == "ids_k" and problem.fits_keys(ids.shape[1]))
             if self.ids_q is not self.ids_k and not fits:
@@ -311,7 +318,9 @@ class Mask:
         for part in self.parts:
             for tensor in part.tensors():
                 if tensor.device.type != problem.device:
-                    raise ValueError(f"mask: has a tensor on {tensor.device}, expected {problem.device} as for q")
+                    raise ValueError(
+                        f"mask: has a tensor on {tensor.device}, expected {problem.device} as for q"
+                    )
             part.check(problem)
 
     def tensors(self) -> tuple[Tensor, ...]:

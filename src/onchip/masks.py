@@ -73,7 +73,9 @@ def chunked(size: int) -> Mask:
     return Mask(rows=(Rows("chunked", _chunk, size),))
 
 
-def documents(ids: Tensor | None = None, *, ids_k: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Mask:
+def documents(
+    ids: Tensor | None = None, *, ids_k: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Mask:
     """Queries see the keys of their own document, for several documents packed in one sequence.
 
     ``ids``: integers (seqlen,) or (batch, seqlen), equal within a document (neighbours or not); ``ids_k`` where the
@@ -91,9 +93,13 @@ def documents(ids: Tensor | None = None, *, ids_k: Tensor | None = None, cu_seql
 def dense(visible: Tensor) -> Mask:
     """A bool tensor, True = visible, of at most 4 dims that broadcasts to (batch, heads_q, seqlen_q, seqlen_k)."""
     if not isinstance(visible, Tensor) or visible.dtype is not torch.bool:
-        raise TypeError(f"dense: got {_kind(visible)}, expected a bool tensor (an additive mask is Score(bias=...))")
+        raise TypeError(
+            f"dense: got {_kind(visible)}, expected a bool tensor (an additive mask is Score(bias=...))"
+        )
     if visible.dim() > 4:
-        raise ValueError(f"dense: got {visible.dim()} dims, expected at most 4: (batch, heads, seqlen_q, seqlen_k)")
+        raise ValueError(
+            f"dense: got {visible.dim()} dims, expected at most 4: (batch, heads, seqlen_q, seqlen_k)"
+        )
     return Mask(elements=(Dense(visible.view((1,) * (4 - visible.dim()) + visible.shape)),))
 
 
@@ -157,11 +163,15 @@ def _document_bounds(cu_seqlens: Tensor) -> Tensor:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"documents: cu_seqlens is {_kind(cu_seqlens)}, expected an int32 or int64 tensor")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(f"documents: cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected (documents + 1,)")
+        raise ValueError(
+            f"documents: cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected (documents + 1,)"
+        )
     cu = cu_seqlens.long()
     lengths = cu.diff()
     if cu[0] != 0 or (lengths < 0).any():
-        raise ValueError(f"documents: cu_seqlens is {cu.tolist()[:8]}, expected to start at 0 and never to decrease")
+        raise ValueError(
+            f"documents: cu_seqlens is {cu.tolist()[:8]}, expected to start at 0 and never to decrease"
+        )
     return torch.stack([cu[:-1], cu[1:]], dim=1).repeat_interleave(lengths, dim=0)[None]
 
 
@@ -169,7 +179,9 @@ def _check_ids(name: str, ids: Any) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
         raise TypeError(f"documents: {name} is {_kind(ids)}, expected an integer tensor")
     if ids.dim() not in (1, 2):
-        raise ValueError(f"documents: {name} has shape {tuple(ids.shape)}, expected (seqlen,) or (batch, seqlen)")
+        raise ValueError(
+            f"documents: {name} has shape {tuple(ids.shape)}, expected (seqlen,) or (batch, seqlen)"
+        )
     return ids if ids.dim() == 2 else ids[None]
 
 

@@ -12,6 +12,7 @@ import itertools
 import linecache
 import math
 import operator
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,12 @@ def where(condition, a, b):
     return torch.where(condition, a, b)
 
 
+def _as_tensor(number, like: torch.Tensor) -> torch.Tensor:
+    """A number in the tensor's dtype where that can hold it: 0.1 beside float64 is not float32's 0.1."""
+    holds = like.is_floating_point() or (isinstance(number, int) and like.dtype is not torch.bool)
+    return torch.tensor(number, dtype=like.dtype if holds else None, device=like.device)
+
+
 def _pairwise(name: str) -> Callable[..., Any]:
     reduce_two = {"min": torch.minimum, "max": torch.maximum}[name]
     builtin = getattr(builtins, name)
@@ -58,8 +65,8 @@ def _pairwise(name: str) -> Callable[..., Any]:
             return (a if isinstance(a, _Symbolic) else b).pairwise(name, a, b)
         if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
             return builtin(a, b)
-        device = (a if isinstance(a, torch.Tensor) else b).device
-        return reduce_two(*(x if isinstance(x, torch.Tensor) else torch.tensor(x, device=device) for x in (a, b)))
+        like = a if isinstance(a, torch.Tensor) else b
+        return reduce_two(*(x if isinstance(x, torch.Tensor) else _as_tensor(x, like) for x in (a, b)))
 
     return lambda *values: functools.reduce(two, values)
 
@@ -87,19 +94,21 @@ class _Symbolic:
         self.expr = expr
 
     def __bool__(self):
-        raise TypeError("it branches on a value (if, and, or, not, a chained comparison); use where(), & and |")
+        raise TypeError(
+            "it branches on a value (if, and, or, not, a chained comparison); use where(), & and |"
+        )
 
     def __abs__(self):
         return _Symbolic(_sympy().Abs(_number(self)))
 
     def __invert__(self):
-        return _Symbolic(_sympy().Not(_unwrap(self)))
+        return _Symbolic(_sympy().Not(_condition(self)))
 
     def apply(self, name: str):
         return _Symbolic(getattr(_sympy(), name)(_number(self)))
 
     def choose(self, condition, a, b):
-        return _Symbolic(_sympy().Piecewise((_number(a), _unwrap(condition)), (_number(b), True)))
+        return _Symbolic(_sympy().Piecewise((_number(a), _condition(condition)), (_number(b), True)))
 
     def pairwise(self, name: str, a, b):
         return _Symbolic(getattr(_sympy(), name.capitalize())(_number(a), _number(b)))
@@ -109,7 +118,7 @@ class _Indexable:
     """Stands for a tensor argument while tracing: an index gives one opaque real value."""
 
     def __init__(self, name: str):
-        self.base = _sympy().IndexedBase(name, real=True)
+        self.base: Any = _sympy().IndexedBase(name, real=True)
 
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
@@ -132,6 +141,16 @@ def _number(x):
     return expr if isinstance(expr, sympy.Expr) else sympy.Piecewise((1, expr), (0, True))
 
 
+def _condition(x):
+    """The expression as a condition: an entry of a bool table is one; numbers would be meant bit by bit."""
+    sympy, expr = _sympy(), _unwrap(x)
+    if isinstance(expr, sympy.Indexed):
+        return sympy.Ne(expr, 0)
+    if isinstance(expr, sympy.Expr):
+        raise TypeError(f"it takes {expr} for a condition; &, |, ^ and ~ join comparisons only")
+    return expr
+
+
 def _overload(method: str, build: Callable[[Any, Any], Any], convert: Callable[[Any], Any] = _number) -> None:
     setattr(_Symbolic, f"__{method}__", lambda a, b: _Symbolic(build(convert(a), convert(b))))
     setattr(_Symbolic, f"__r{method}__", lambda a, b: _Symbolic(build(convert(b), convert(a))))
@@ -140,7 +159,7 @@ def _overload(method: str, build: Callable[[Any, Any], Any], convert: Callable[[
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     _overload(_name, getattr(operator, _name))
 for _name in ("and", "or", "xor"):
-    _overload(_name, lambda a, b, _kind=_name.capitalize(): getattr(_sympy(), _kind)(a, b), _unwrap)
+    _overload(_name, lambda a, b, _kind=_name.capitalize(): getattr(_sympy(), _kind)(a, b), _condition)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _overload(_name, lambda a, b, _kind=_name.capitalize(): getattr(_sympy(), _kind)(a, b))
 _Symbolic.__neg__ = lambda a: _Symbolic(-_number(a))  # type: ignore[attr-defined]
@@ -169,8 +188,8 @@ def derivative(fn: Callable[..., Any], n_tensors: int) -> Callable[..., Any]:
             f"mod: cannot derive the derivative of {label}: {error}. Write it with arithmetic, min, max, abs and "
             "onchip.plain's exp, log, tanh, sqrt, where; or pass grad=fn(score, batch, head, q, k, *tensors)"
         ) from error
-    source = f"def {label.strip('<>')}_grad({', '.join(names)}):\n    return {body}\n"
-    return _compile(source, f"{label.strip('<>')}_grad")
+    name = re.sub(r"\W", "_", f"{getattr(fn, '__name__', type(fn).__name__)}_grad")
+    return _compile(f"def {name}({', '.join(names)}):\n    return {body}\n", name)
 
 
 def _compile(source: str, name: str) -> Callable[..., Any]:
@@ -235,6 +254,7 @@ def _to_source(expr: Any) -> str:
         def _print_Derivative(self, e):
             raise ValueError(f"no closed form for {e}")
 
-        _print_Subs = _print_Integral = _print_Derivative
+        def _print_Subs(self, e):
+            raise ValueError(f"no closed form for {e}")
 
     return Source({"full_prec": False}).doprint(expr)

@@ -19,7 +19,7 @@ Shape = tuple[int, ...] | Tensor
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem's cost and its backend. Tile and pair counts are of the whole problem: every sequence and query head."""
+    """A problem's cost and its backend. Tiles and pairs are counted over every sequence and query head."""
 
     problem: Problem
     backend: str
@@ -38,7 +38,11 @@ class Plan:
             f"attention  batch {p.batch}, seqlen {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q}/{p.heads_k}, "
             f"dim {p.dim}/{p.dim_v}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
             f"backend    {self.backend}, tiles of {self.tiles.tile_m} x {self.tiles.tile_n}",
-            *(f"           not {name}: {reason}" for name, reason in self.refusals.items() if name != self.backend),
+            *(
+                f"           not {name}: {reason}"
+                for name, reason in self.refusals.items()
+                if name != self.backend
+            ),
             f"tiles      {self.empty} empty (skipped), {self.partial} partial, {self.full} full: "
             f"{100 * (self.partial + self.full) / total:.1f} % visited",
             f"work       {self.pairs:,} visible pairs, {self.flops / 1e9:.3f} GFLOP forward",
@@ -72,13 +76,18 @@ def plan(
     """
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: got {layout!r}, expected 'bshd' or 'bhsd'")
-    stands = [_stand_in(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
+    q_like, k_like, v_like = (_stand_in(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v)))
     where = q.device.type if isinstance(q, Tensor) else torch.device(device).type
     if layout == "bhsd":
-        stands = [x.transpose(1, 2) if x.dim() == 4 else x for x in stands]
-    options: dict[str, Any] = {"scale": scale, "dropout": dropout, "deterministic": deterministic, "device": where}
-    place = problems.dense_layout(*stands)
-    problem = problems.state(*stands, place, "dense", mask, score, **options)
+        q_like, k_like, v_like = (x.transpose(1, 2) if x.dim() == 4 else x for x in (q_like, k_like, v_like))
+    options: dict[str, Any] = {
+        "scale": scale,
+        "dropout": dropout,
+        "deterministic": deterministic,
+        "device": where,
+    }
+    place = problems.dense_layout(q_like, k_like, v_like)
+    problem = problems.state(q_like, k_like, v_like, place, "dense", mask, score, **options)
     name = select.choose(problem, backend)
     module = select.load(name)
     tiles = module.tiles(problem)

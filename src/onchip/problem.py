@@ -88,7 +88,9 @@ class Operands:
 class Output:
     out: Tensor  # shaped as q, with dim_v
     lse: Tensor  # (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
-    rest: Tensor | None = None  # what lse lost to rounding, shaped as it: lse + rest is exact to twice the digits
+    rest: Tensor | None = (
+        None  # what lse lost to rounding, shaped as it: lse + rest is exact to twice the digits
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,9 @@ class Grads:
     sink: Tensor | None = None
 
 
-def state(q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: Any, **options: Any) -> Problem:
+def state(
+    q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: Any, **options: Any
+) -> Problem:
     """The Problem of a call, after every check of it. q, k, v as in Operands (meta tensors do)."""
     mask, score = check_types(mask, score)
     problem = Problem(
@@ -129,7 +133,9 @@ def state(q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: A
         scale=check_scale(options.pop("scale", None), q.shape[-1]),
         dropout=check_dropout(options.pop("dropout", 0.0)),
         mask_parts=tuple(
-            name for name in ("band", "rows", "elements", "blocks", "unions") if getattr(mask, name) not in (None, ())
+            name
+            for name in ("band", "rows", "elements", "blocks", "unions")
+            if getattr(mask, name) not in (None, ())
         ),
         score_parts=tuple(
             name for name in ("softcap", "alibi", "bias", "sink", "mod") if getattr(score, name) is not None
@@ -169,7 +175,9 @@ def check_tensors(q: Any, k: Any, v: Any, dims: int, k_name: str = "k", v_name: 
 
 
 @lru_cache(maxsize=1024)  # calls repeat their shapes; an error is not kept
-def _check_facts(facts: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...], dims: int, axes: str) -> None:
+def _check_facts(
+    facts: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...], dims: int, axes: str
+) -> None:
     (_, q, q_dtype, q_device), (k_name, k, _, _), (v_name, v, _, _) = facts
     for name, shape, dtype, device in facts:
         if len(shape) != dims:
@@ -188,12 +196,16 @@ def _check_facts(facts: tuple[tuple[str, torch.Size, torch.dtype, torch.device],
     if v[-2] != heads_k:
         raise ValueError(f"{v_name}: has {v[-2]} heads, expected {heads_k} as for {k_name}")
     if heads_q != heads_k and (heads_k == 0 or heads_q % heads_k):
-        raise ValueError(f"q, {k_name}: have {heads_q} and {heads_k} heads, expected heads_q a multiple of heads_k")
+        raise ValueError(
+            f"q, {k_name}: have {heads_q} and {heads_k} heads, expected heads_q a multiple of heads_k"
+        )
 
 
 def check_types(mask: Any, score: Any) -> tuple[Mask, Score]:
     if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(f"mask: got {type(mask).__name__}, expected a Mask such as onchip.causal() or onchip.dense(t)")
+        raise TypeError(
+            f"mask: got {type(mask).__name__}, expected a Mask such as onchip.causal() or onchip.dense(t)"
+        )
     if score is not None and not isinstance(score, Score):
         raise TypeError(f"score: got {type(score).__name__}, expected onchip.Score(...)")
     return mask or _SHOW_ALL, score or _PLAIN

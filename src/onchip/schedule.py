@@ -87,7 +87,7 @@ def build(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Schedul
     """The schedule of a problem, kept with the mask while its tensors stay unchanged."""
     versions = tuple(0 if t.is_inference() else t._version for t in mask.tensors())
     lengths = (tuple(layout.q_lens), tuple(layout.k_lens))
-    key = (problem.heads_q, problem.device, lengths, tiles, versions)
+    key = (problem.heads_q, problem.group, problem.device, lengths, tiles, versions)
     found = mask.cache.get(key)
     if found is None:
         found = Schedule(tiles, mask, tuple(_groups(problem, layout, mask, tiles)))
@@ -158,7 +158,10 @@ def classify(mask: Mask, region: Region, tiles: Tiles) -> Tensor:
 
 
 def _mask_kinds(mask: Mask, region: Region, tiles: Tiles) -> Tensor:
-    known = [_band_kinds(mask.band or rules.Band(), region, tiles), *(_kinds(p, region, tiles) for p in mask.parts)]
+    known = [
+        _band_kinds(mask.band or rules.Band(), region, tiles),
+        *(_kinds(p, region, tiles) for p in mask.parts),
+    ]
     return reduce(_both, known)
 
 
@@ -193,7 +196,9 @@ def _band_kinds(band: rules.Band, region: Region, tiles: Tiles) -> Tensor:
     m_blocks, n_blocks = tiles.count(region.q_len, region.k_len)
     kinds = torch.zeros(m_blocks, n_blocks, dtype=torch.uint8)
     for i in range(m_blocks):
-        lo, full_lo, full_hi, hi = rules.spans(i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, band)
+        lo, full_lo, full_hi, hi = rules.spans(
+            i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, band
+        )
         kinds[i, lo:hi] = PARTIAL
         kinds[i, full_lo:full_hi] = FULL
     return kinds.to(region.batch.device)[None, None]
@@ -203,7 +208,9 @@ def _row_kinds(rows: Rows, region: Region, tiles: Tiles) -> Tensor:
     """From the interval of every query: full where all contain the tile, not empty where any meets it."""
     lo, hi = rows.bounds(region)
     device, k_len = region.batch.device, region.k_len
-    lo, hi = (torch.as_tensor(default if x is None else x, device=device) for x, default in ((lo, 0), (hi, k_len)))
+    lo, hi = (
+        torch.as_tensor(default if x is None else x, device=device) for x, default in ((lo, 0), (hi, k_len))
+    )
     lo, hi = torch.broadcast_tensors(lo.clamp(min=0).view(*_four(lo)), hi.clamp(max=k_len).view(*_four(hi)))
     m_blocks, n_blocks = tiles.count(region.q_len, k_len)
     start = torch.arange(n_blocks, device=device) * tiles.tile_n  # [n_blocks]
@@ -227,7 +234,8 @@ def _block_kinds(blocks: Blocks, region: Region, tiles: Tiles) -> Tensor:
     seen = blocks.visible[region.batch] if blocks.visible.shape[0] > 1 else blocks.visible
     sums = pad(seen.int().cumsum(2).cumsum(3), (1, 0, 1, 0))
     edges = []
-    for size, length, block in ((tiles.tile_m, region.q_len, blocks.tile_m), (tiles.tile_n, region.k_len, blocks.tile_n)):
+    axes = ((tiles.tile_m, region.q_len, blocks.tile_m), (tiles.tile_n, region.k_len, blocks.tile_n))
+    for size, length, block in axes:
         start = torch.arange(0, length, size, device=region.batch.device)
         edges.append((start // block, ((start + size).clamp(max=length) + block - 1) // block))
     (top, bottom), (left, right) = edges
@@ -269,7 +277,9 @@ def _tile_region(region: Region, tiles: Tiles, i: int, start: int, stop: int) ->
     return Region(region.batch, region.head0, region.head1, q0, q1, k0, k1, region.q_len, region.k_len)
 
 
-def _look_at(mask: Mask, region: Region, tiles: Tiles, i: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _look_at(
+    mask: Mask, region: Region, tiles: Tiles, i: int, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
     """Whether any and whether every existing pair is visible, in tiles [start, stop) of row i."""
     area = _tile_region(region, tiles, i, start, stop)
     visible = mask.allow(area)

@@ -53,7 +53,9 @@ def mod(fn: Callable[..., Any], *tensors: Tensor, grad: Callable[..., Any] | Non
         if not isinstance(tensor, Tensor):
             raise TypeError(f"mod: tensors[{i}] is {type(tensor).__name__}, expected a tensor")
         if tensor.requires_grad:
-            raise ValueError(f"mod: tensors[{i}] requires grad, expected none; detach it or use Score(bias=...)")
+            raise ValueError(
+                f"mod: tensors[{i}] requires grad, expected none; detach it or use Score(bias=...)"
+            )
     return Mod(fn, grad or derivative(fn, len(tensors)), tensors)
 
 
@@ -80,7 +82,9 @@ class Score:
             if isinstance(self.softcap, bool) or not isinstance(self.softcap, int | float):
                 raise TypeError(f"softcap: got {type(self.softcap).__name__}, expected a float")
             if not 0 < self.softcap < float("inf"):
-                raise ValueError(f"softcap: got {self.softcap}, expected a finite number above 0 (None for none)")
+                raise ValueError(
+                    f"softcap: got {self.softcap}, expected a finite number above 0 (None for none)"
+                )
         for name in ("alibi", "bias", "sink"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Tensor) or not value.is_floating_point()):
@@ -88,7 +92,9 @@ class Score:
                 raise TypeError(f"{name}: got {kind}, expected a floating point tensor")
         if self.mod is not None and not isinstance(self.mod, Mod):
             if not callable(self.mod):
-                raise TypeError(f"mod: got {type(self.mod).__name__}, expected onchip.mod(fn, *tensors) or a function")
+                raise TypeError(
+                    f"mod: got {type(self.mod).__name__}, expected onchip.mod(fn, *tensors) or a function"
+                )
             object.__setattr__(self, "mod", mod(self.mod))
 
     def check(self, problem: Problem) -> None:

@@ -1,6 +1,7 @@
 """The contract on the Triton backend."""
 
 import torch
+
 from contract import Contract, Target
 
 ON_GPU = torch.cuda.is_available()

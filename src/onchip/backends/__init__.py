@@ -24,5 +24,11 @@ class Backend(Protocol):
     def forward(self, problem: Problem, operands: Operands, tiles: Tiles) -> Output: ...
 
     def backward(
-        self, problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
+        self,
+        problem: Problem,
+        operands: Operands,
+        saved: Saved,
+        dout: Tensor,
+        dlse: Tensor | None,
+        tiles: Tiles,
     ) -> Grads: ...

@@ -50,8 +50,14 @@ def backward(
             changed["q"], changed["k"], changed["v"], operands.layout, operands.mask, parts, operands.seed
         )
         result = _attention(problem, again)
-        loss = (result.out * dout).sum() if dlse is None else (result.out * dout).sum() + (result.lse * dlse).sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
+        loss = (
+            (result.out * dout).sum()
+            if dlse is None
+            else (result.out * dout).sum() + (result.lse * dlse).sum()
+        )
+        grads = (
+            torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if loss.requires_grad else ()
+        )
     found = dict(zip(leaves, grads or [None] * len(leaves), strict=True))
     return Grads(**{n: torch.zeros_like(leaves[n]) if g is None else g for n, g in found.items()})
 

@@ -117,7 +117,9 @@ class Grid:
             s = s.contiguous()
         if self.limit is not None:
             s = torch.minimum(s, self.limit.ceiling, out=s)
-            if steps.unmodified is not None:  # a mod may be NaN where nothing is visible, which minimum() keeps
+            if (
+                steps.unmodified is not None
+            ):  # a mod may be NaN where nothing is visible, which minimum() keeps
                 s = s.masked_fill_(~self.limit.visible, -torch.inf)
         return s, steps
 
@@ -158,7 +160,9 @@ class ScoreGrads:
     def result(self, score: Score) -> dict[str, Tensor | None]:
         found = {name: getattr(self, name) for name in ("bias", "alibi", "sink")}
         return {
-            name: None if grad is None else grad.reshape(getattr(score, name).shape).to(getattr(score, name).dtype)
+            name: None
+            if grad is None
+            else grad.reshape(getattr(score, name).shape).to(getattr(score, name).dtype)
             for name, grad in found.items()
         }
 

@@ -45,7 +45,9 @@ def tiles(problem: Problem) -> Tiles:
     rows = tile_m * problem.group
     tile_n = min(max(side * side // rows, side), 4096)
     if problem.blocks is not None:
-        tile_m, tile_n = (_multiple(block, size) for block, size in zip(problem.blocks, (tile_m, tile_n), strict=True))
+        tile_m, tile_n = (
+            _multiple(block, size) for block, size in zip(problem.blocks, (tile_m, tile_n), strict=True)
+        )
     return Tiles(tile_m, min(tile_n, _power(problem.seqlen_k)) if problem.blocks is None else tile_n)
 
 
@@ -80,7 +82,9 @@ def _piece_limit(problem: Problem, tiles: Tiles, q_len: int, k_len: int) -> int:
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
     q = operands.q
     out = q.new_zeros(*q.shape[:-1], problem.dim_v)
-    lse_shape = (q.shape[1], q.shape[0]) if problem.layout == "varlen" else (q.shape[0], q.shape[2], q.shape[1])
+    lse_shape = (
+        (q.shape[1], q.shape[0]) if problem.layout == "varlen" else (q.shape[0], q.shape[2], q.shape[1])
+    )
     lse = q.new_full(lse_shape, -torch.inf, dtype=problem.accumulate)
     rest = torch.zeros_like(lse)
     for piece in _pieces(problem, operands, tiles):
@@ -195,7 +199,9 @@ class Piece:
         k0 = n_block * self.tiles.tile_n
         k1 = min(k0 + self.tiles.tile_n, self.group.k_len)
         heads, group = self.heads_q, self.group
-        region = schedule.Region(self.batch, heads.start, heads.stop, q0, q1, k0, k1, group.q_len, group.k_len)
+        region = schedule.Region(
+            self.batch, heads.start, heads.stop, q0, q1, k0, k1, group.q_len, group.k_len
+        )
         return Grid(self.problem, self.operands, region, full, self.limits)
 
 
@@ -224,7 +230,9 @@ def _forward(piece: Piece, out: Tensor, lse: Tensor, rest: Tensor) -> None:
         acc = q_tile.new_zeros(*q_tile.shape[:2], piece.problem.dim_v)
         for grid in grids:
             k_tile, v_tile = _key_tiles(piece, grid)
-            s = piece.matmul("s", grid.clean_queries(piece, q_tile), k_tile.mT)  # [size, group * tile_m, tile_n]
+            s = piece.matmul(
+                "s", grid.clean_queries(piece, q_tile), k_tile.mT
+            )  # [size, group * tile_m, tile_n]
             s = grid.finish(piece.unstack(s), piece.folds)[0].view_as(s)
             new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
             # A row without a key so far has maximum -inf; subtracting 0 from its -inf scores gives weight 0, not NaN.

@@ -84,7 +84,9 @@ def weights(s, scale, score: Scores, b, h, q, k, q_len, k_len, row_lse, visible,
 def unwind(ds, raw, before, score: Scores, b, h, q, k, q_len, k_len, visible, MOD_GRAD: tl.constexpr):
     """d loss / d scaled score from d loss / d modified score; also the one between them that bias and ALiBi get."""
     if MOD_GRAD is not None:
-        slope = MOD_GRAD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(tl.float32)
+        slope = MOD_GRAD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(
+            tl.float32
+        )
         ds = ds * slope
     if visible is not None:  # 0 * NaN where a derivative or a value out of sight is NaN
         ds = tl.where(visible, ds, 0.0)
@@ -152,7 +154,10 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, dk: View, dv: View, q_des
                 LAST: tl.constexpr):  # fmt: skip
     """One program a key tile of one key head: every query head of its group in turn."""
     MODIFIED: tl.constexpr = (
-        (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
+        (score.softcap is not None)
+        or (score.alibi is not None)
+        or (score.bias is not None)
+        or (MOD is not None)
     )
     pid = tl.program_id(0)
     j = pid % n_blocks
@@ -231,7 +236,9 @@ def score_tile_grad(q_tile, do_tile, row_lse, row_delta, k: View, v: View, k_des
     ds = p * (dp - row_delta[:, None])
     inner = ds
     if MODIFIED or MASKED:
-        ds, inner = unwind(ds, raw, before, score, b, h, qi[:, None], keys[None, :], q_len, k_len, visible, MOD_GRAD)
+        ds, inner = unwind(
+            ds, raw, before, score, b, h, qi[:, None], keys[None, :], q_len, k_len, visible, MOD_GRAD
+        )
     return ds, inner, k_tile
 
 
@@ -243,7 +250,10 @@ def dq_kernel(q: View, k: View, v: View, dout: View, dq: View, k_desc, v_desc, l
               MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """One program a query tile of one head. dslope (shaped as lse, or None): each row's share of the ALiBi slope."""
     MODIFIED: tl.constexpr = (
-        (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
+        (score.softcap is not None)
+        or (score.alibi is not None)
+        or (score.bias is not None)
+        or (MOD is not None)
     )
     pid = tl.program_id(0)
     i = pid % m_blocks

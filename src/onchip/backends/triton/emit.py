@@ -23,8 +23,7 @@ from torch import Tensor
 from onchip import plain, rules as plain_rules
 from onchip.backends.triton.parts import tanh
 from onchip.backends.triton.rules import allow
-from onchip.mask import Blocks, Dense, Documents, Mask, Part, Union, Where
-from onchip.mask import Rows as RowsPart
+from onchip.mask import Blocks, Dense, Documents, Mask, Part, Rows as RowsPart, Union, Where
 
 Arguments = list[Any]
 
@@ -108,7 +107,9 @@ class Trace:
 
     def run(self, fn: Callable[..., Any], *arguments: Any) -> str:
         """The text of fn's result; fn sees min, max, abs and the words of `onchip.plain` as this trace's."""
-        words = {word: functools.partial(self._word, word) for word in ("exp", "log", "sqrt", "floor", "tanh")}
+        words = {
+            word: functools.partial(self._word, word) for word in ("exp", "log", "sqrt", "floor", "tanh")
+        }
         words |= {"where": self._where, "min": self._pairwise("minimum"), "max": self._pairwise("maximum")}
         return _text(_rebind(fn, words)(*arguments))
 
@@ -119,7 +120,9 @@ class Trace:
         return self.add(f"tl.where({_text(condition)}, {_text(a)}, {_text(b)})")
 
     def _pairwise(self, name: str) -> Callable[..., Any]:
-        return lambda *values: functools.reduce(lambda a, b: self.add(f"tl.{name}({_text(a)}, {_text(b)})"), values)
+        return lambda *values: functools.reduce(
+            lambda a, b: self.add(f"tl.{name}({_text(a)}, {_text(b)})"), values
+        )
 
 
 def _text(x: Any) -> str:
@@ -233,7 +236,9 @@ def table(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor, *tensor.stride())
 
 
-def mask_function(mask: Mask, bounds: Callable[[RowsPart], tuple[Any, ...]]) -> tuple[triton.JITFunction | None, tuple]:
+def mask_function(
+    mask: Mask, bounds: Callable[[RowsPart], tuple[Any, ...]]
+) -> tuple[triton.JITFunction | None, tuple]:
     """What a mask asks beyond its band and rows, as a compiled fn(b, h, q, k, q_len, k_len, args), and its args.
 
     `bounds` gives the (lo, hi, batch stride, row stride) of a rows part.
@@ -287,5 +292,7 @@ def _batched(ids: Tensor) -> tuple[Any, ...]:
 
 
 def _bytes(visible: Tensor) -> tuple[Any, ...]:
-    strides = (0 if size == 1 else stride for size, stride in zip(visible.shape, visible.stride(), strict=True))
+    strides = (
+        0 if size == 1 else stride for size, stride in zip(visible.shape, visible.stride(), strict=True)
+    )
     return (visible.view(torch.uint8), *strides)

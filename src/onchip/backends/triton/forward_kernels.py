@@ -93,7 +93,10 @@ def forward_kernel(q: View, k: View, v: View, out: View, lse: View, k_desc, v_de
                    SPLIT: tl.constexpr):  # fmt: skip
     TILE_Q: tl.constexpr = TILE_M // PACK
     MODIFIED: tl.constexpr = (
-        (score.softcap is not None) or (score.alibi is not None) or (score.bias is not None) or (MOD is not None)
+        (score.softcap is not None)
+        or (score.alibi is not None)
+        or (score.bias is not None)
+        or (MOD is not None)
     )
     pid = tl.program_id(0)
     i = pid % m_blocks

@@ -1,4 +1,4 @@
-"""The tiles to visit, for masks that a kernel cannot work out from a band: made from the schedule, kept with the mask."""
+"""The tiles to visit under masks that are more than a band: made from the schedule, kept with the mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> t
     mask = operands.mask
     lengths = (tuple(operands.layout.q_lens), tuple(operands.layout.k_lens))
     versions = tuple(0 if t.is_inference() else t._version for t in mask.tensors())
-    key = ("triton", by_key, problem.heads_q, problem.device, lengths, tiles, versions)
+    key = ("triton", by_key, problem.heads_q, problem.batch, problem.device, lengths, tiles, versions)
     if key not in mask.cache:
         mask.cache[key] = _lists(_kinds(problem, operands, tiles, by_key), by_key)
     return mask.cache[key]

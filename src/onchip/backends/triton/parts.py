@@ -175,11 +175,15 @@ def tile_range(place, band, rows: Rows, lists, b, head, i, qi, row_ok, q_len, k_
     else:
         lo, full_lo, full_hi, hi = spans(i, TILE_Q, TILE_N, q_len, k_len, band)
         if rows.lo is not None:
-            row_lo = tl.load(rows.lo + b.to(tl.int64) * rows.batch + qi.to(tl.int64) * rows.row, mask=row_ok, other=0)
+            row_lo = tl.load(
+                rows.lo + b.to(tl.int64) * rows.batch + qi.to(tl.int64) * rows.row, mask=row_ok, other=0
+            )
             lo = max(lo, tl.min(tl.where(row_ok, row_lo, k_len), 0) // TILE_N)
             full_lo = max(full_lo, (tl.max(row_lo, 0) + TILE_N - 1) // TILE_N)
         if rows.hi is not None:
-            row_hi = tl.load(rows.hi + b.to(tl.int64) * rows.batch + qi.to(tl.int64) * rows.row, mask=row_ok, other=0)
+            row_hi = tl.load(
+                rows.hi + b.to(tl.int64) * rows.batch + qi.to(tl.int64) * rows.row, mask=row_ok, other=0
+            )
             hi = min(hi, (tl.max(row_hi, 0) + TILE_N - 1) // TILE_N)
             full_hi = min(full_hi, tl.min(tl.where(row_ok, row_hi, k_len), 0) // TILE_N)
         full_hi = min(full_hi, k_len // TILE_N)
@@ -245,7 +249,9 @@ def modified(s, score: Scores, b, h, q, k, q_len, k_len, MOD: tl.constexpr):
     before = modify(s, tanh, score.softcap, slope, distance, bias)
     after = before
     if MOD is not None:
-        after = MOD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(tl.float32)
+        after = MOD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(
+            tl.float32
+        )
         after = tl.broadcast_to(after, before.shape)
     return after, before
 

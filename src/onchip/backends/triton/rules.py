@@ -14,7 +14,9 @@ def _compile() -> dict[str, triton.JITFunction]:
     compiled: dict[str, triton.JITFunction] = {}
     for name in _NAMES:  # a function only calls those before it
         fn = getattr(plain_rules, name)
-        clone = types.FunctionType(fn.__code__, {**fn.__globals__, "tl": tl, **compiled}, fn.__name__, fn.__defaults__)
+        clone = types.FunctionType(
+            fn.__code__, {**fn.__globals__, "tl": tl, **compiled}, fn.__name__, fn.__defaults__
+        )
         clone.__module__ = fn.__module__
         compiled[name] = triton.jit(clone)
     return compiled

@@ -25,11 +25,11 @@ TABLE: dict[tuple[str, int, int], Config] = {
     ("forward", 256, 2): Config(128, 64, 8, 2),
     ("forward", 512, 2): Config(64, 32, 8, 1),  # not measured: the largest that fits in shared memory
     ("dkdv", 64, 2): Config(32, 128, 4, 3),
-    ("dkdv", 128, 2): Config(32, 64, 4, 2),
+    ("dkdv", 128, 2): Config(32, 64, 4, 3),
     ("dkdv", 256, 2): Config(64, 64, 8, 2),
     ("dkdv", 512, 2): Config(16, 32, 8, 1),  # not measured
-    ("dq", 64, 2): Config(128, 64, 4, 2),
-    ("dq", 128, 2): Config(64, 64, 4, 2),
+    ("dq", 64, 2): Config(64, 64, 4, 3),
+    ("dq", 128, 2): Config(128, 64, 8, 3),
     ("dq", 256, 2): Config(128, 64, 8, 1),
     ("dq", 512, 2): Config(32, 16, 8, 1),  # not measured
     # fp32 runs on the FMA units: small tiles, held in registers.
@@ -48,12 +48,18 @@ TABLE: dict[tuple[str, int, int], Config] = {
 def config(problem: Problem, step: str, rows: int | None = None) -> Config:
     """The configuration of a pass; `rows`: the query rows there are, when fewer than a tile takes."""
     dim, size = max(problem.dim, problem.dim_v), problem.dtype.itemsize
-    found = next(c for (name, most, item), c in TABLE.items() if name == step and dim <= most and size == item)
+    found = next(
+        c for (name, most, item), c in TABLE.items() if name == step and dim <= most and size == item
+    )
     if "bias" in problem.score_parts or "elements" in problem.mask_parts:
         # Tiles of bias or mask join the load pipeline: with 128 x 128 of them it outgrows shared memory.
-        found = Config(min(found.tile_m, 64), min(found.tile_n, 64), min(found.num_warps, 8), 2 if dim <= 128 else 1)
+        found = Config(
+            min(found.tile_m, 64), min(found.tile_n, 64), min(found.num_warps, 8), 2 if dim <= 128 else 1
+        )
     if rows is not None and rows < found.tile_m:
         found = found._replace(tile_m=max(16, 1 << max(rows - 1, 0).bit_length()))
-        if found.tile_m <= 32:  # decoding: bound by the reads of K and V, four warps keep more programs in flight
+        if (
+            found.tile_m <= 32
+        ):  # decoding: bound by the reads of K and V, four warps keep more programs in flight
             found = found._replace(num_warps=4, num_stages=found.num_stages + 1)
     return found
