@@ -78,7 +78,15 @@ def grid(record: list[dict], seqlens: list[int], repeats: int, pause: float) -> 
                     rates = {name: work / t / 1e9 for name, t in ms.items()}
                     row = {"case": step, "dim": dim, "seqlen": n, "causal": causal, "ms": ms, "tflops": rates}
                     record.append(row | {"error": off})
-                    print(step, dim, n, causal, {name: round(r) for name, r in rates.items()}, f"{off:.1e}", flush=True)
+                    print(
+                        step,
+                        dim,
+                        n,
+                        causal,
+                        {name: round(r) for name, r in rates.items()},
+                        f"{off:.1e}",
+                        flush=True,
+                    )
 
 
 def _calls(q, k, v, dout, mask, causal: bool):
@@ -97,7 +105,9 @@ def _calls(q, k, v, dout, mask, causal: bool):
 
         peer_out = sdpa()
         forward[name] = sdpa
-        backward[name] = lambda o=peer_out: torch.autograd.grad(o, theirs, dout.transpose(1, 2), retain_graph=True)
+        backward[name] = lambda o=peer_out: torch.autograd.grad(
+            o, theirs, dout.transpose(1, 2), retain_graph=True
+        )
     return forward, backward
 
 
@@ -111,7 +121,10 @@ def masks(record: list[dict], repeats: int, pause: float) -> None:
         "full": (None, None),
         "causal": (onchip.causal(), None),
         "where_causal": (onchip.where(lambda b, h, q, k: k <= q), None),
-        "causal_mod": (onchip.causal(), onchip.Score(mod=onchip.mod(lambda s, b, h, q, k: s - (q - k) * 0.001))),
+        "causal_mod": (
+            onchip.causal(),
+            onchip.Score(mod=onchip.mod(lambda s, b, h, q, k: s - (q - k) * 0.001)),
+        ),
         "window_1024": (onchip.window(1024, 0), None),
         **{name: (onchip.block_sparse(blocks, tile=(128, 128)), None) for name, blocks in density.items()},
     }
@@ -171,7 +184,9 @@ def host(record: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="host,decode,masks,grid")
     parser.add_argument("--seqlens", default="512,2048,8192,16384")
@@ -187,11 +202,17 @@ def main() -> None:
     }
     for part in args.parts.split(","):
         parts[part]()
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
         about = {
             "date": date.today().isoformat(),
             "device": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+            "versions": {
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "python": platform.python_version(),
+            },
             "commit": commit,
             "regime": f"cool: {args.pause} s idle before each of {args.repeats} measurements, interleaved, medians",
         }

@@ -37,8 +37,10 @@ def forward(problem: Problem, operands: Operands) -> Output:
     out = fresh(*q.shape[:-1], problem.dim_v, dtype=q.dtype, device=q.device)
     shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.full(shape, -torch.inf, device=q.device) if packed else torch.empty(shape, device=q.device)
-    if out.numel() == 0 or problem.batch == 0:
-        return Output(out, lse.fill_(-torch.inf))
+    if out.numel() == 0 or problem.seqlen_k == 0:
+        sink = operands.score.sink
+        rows = -torch.inf if sink is None else sink.to(lse.dtype).unsqueeze(-1)
+        return Output(out.zero_(), lse.copy_(torch.as_tensor(rows).expand_as(lse)))
     by_head = problem.group > 1 and bool(problem.mask_parts) and operands.mask.dependence(problem)[1]
     pack = packs(problem, by_head)
     chosen = config(problem, "forward", problem.seqlen_q * pack)
@@ -97,11 +99,10 @@ def backward(problem: Problem, operands: Operands, saved: Saved, dout: Tensor, d
         for name, x in (("q", q), ("k", k), ("v", v))
         if name in needs
     }
-    if empty and "sink" not in needs:
-        return Grads(
-            **grads, **{n: torch.zeros_like(getattr(score, n)) for n in ("bias", "alibi") if n in needs}
-        )
     _delta(launch, saved, dout, dlse, delta)
+    if empty:  # no pair exists; only a sink can have taken part
+        grads |= {name: torch.zeros_like(getattr(score, name)) for name in ("bias", "alibi") if name in needs}
+        needs = needs & {"sink"}
     if {"k", "v"} & needs:
         _key_grads(launch, saved, dout, delta, grads)
     if {"q", "alibi"} & needs:

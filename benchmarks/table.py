@@ -1,0 +1,77 @@
+"""benchmarks/README.md from the recorded runs in benchmarks/results: `python benchmarks/table.py`."""
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def rows(header: list[str], body: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def about(run: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return f"{run['device']}, {run['date']}, {versions}, commit {run['commit']}; {run['regime']}.\n"
+
+
+def gpu(run: dict) -> str:
+    kinds: dict[str, list[dict]] = {}
+    for row in run["results"]:
+        kinds.setdefault(row["case"], []).append(row)
+    text = ""
+    for step in ("forward", "backward"):
+        body = [
+            [str(r["dim"]), str(r["seqlen"]), "causal" if r["causal"] else "full"]
+            + [f"{r['tflops'][name]:.0f}" for name in ("onchip", "fa2", "cudnn")]
+            + [f"{r['tflops']['onchip'] / r['tflops']['fa2']:.2f}"]
+            for r in kinds.get(step, [])
+        ]
+        text += f"\n### {step.capitalize()}, TFLOP/s, bf16, 16384 tokens, heads x dim = 2048\n\n"
+        text += rows(["dim", "seqlen", "mask", "onchip", "FlashAttention-2", "cuDNN", "onchip / FA2"], body)
+    body = [
+        [
+            r["mask"],
+            f"{r['ms']['forward']:.2f}",
+            f"{r['ms']['backward']:.2f}",
+            "" if r["density"] is None else f"{100 * r['density']:.1f} %",
+        ]
+        for r in kinds.get("mask", [])
+    ]
+    text += "\n### Masks at dim 128, 16 heads, 16384 tokens, milliseconds\n\n"
+    text += rows(["mask", "forward", "backward", "blocks visible"], body)
+    body = [
+        [str(r["batch"]), str(r["keys"]), f"{r['ms']['onchip']:.3f}", f"{r['gb_per_s']:.0f}"]
+        for r in kinds["decode"]
+    ]
+    text += "\n### Decoding, 32 query heads on 8 key heads, dim 128, GB/s of K and V\n\n"
+    text += rows(["batch", "keys", "ms", "GB/s"], body)
+    body = [[r["call"], f"{r['us']:.0f}"] for r in kinds["host"]]
+    return text + "\n### Host time of one small call, microseconds\n\n" + rows(["call", "us"], body)
+
+
+def cpu(run: dict) -> str:
+    body = [
+        [str(tuple(r["shape"])), "causal" if r["causal"] else "full", r["case"]]
+        + [f"{r['ms'][name]:.1f}" for name in ("onchip", "sdpa")]
+        + [f"{r['sdpa/onchip']:.2f}"]
+        for r in run["results"]
+    ]
+    header = ["(batch, heads, seqlen, dim)", "mask", "pass", "onchip ms", "SDPA ms", "SDPA / onchip"]
+    return "\n" + rows(header, body)
+
+
+def main() -> None:
+    text = "# Benchmarks\n\nMade by `benchmarks/table.py` from the runs in `results/`. Compare within one table only.\n"
+    for title, name, table in (
+        ("Triton backend", "h200-triton", gpu),
+        ("CPU backend: the tiled loop of torch operations", "cpu-tiled", cpu),
+    ):
+        run = json.loads((HERE / "results" / f"{name}.json").read_text())
+        text += f"\n## {title}\n\n{about(run)}{table(run)}"
+    (HERE / "README.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

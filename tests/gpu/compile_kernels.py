@@ -1,0 +1,136 @@
+"""Compile the Triton kernels for a GPU that is not here, and report each as a line of JSON.
+
+    python tests/gpu/compile_kernels.py cuda:90      # or cuda:80, cuda:100, hip:gfx942
+
+The launches of the backend itself are recorded, so what is compiled is what runs.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+
+import onchip
+from onchip import problem as problems
+from onchip.backends.triton import arguments, launch
+from onchip.problem import Operands, Saved
+
+CASES = {
+    "causal d64": (64, onchip.causal(), onchip.Score(), 0.0),
+    "causal d128": (128, onchip.causal(), onchip.Score(), 0.0),
+    "full d256": (256, onchip.Mask(), onchip.Score(), 0.0),
+    "window d128": (128, onchip.window(300, 5), onchip.Score(), 0.0),
+    "where d128": (128, onchip.where(lambda b, h, q, k: (k <= q) | (k % 64 == 0)), onchip.Score(), 0.0),
+    "dropout d64": (64, onchip.causal(), onchip.Score(), 0.1),
+    "score d64": (
+        64,
+        onchip.causal(),
+        onchip.Score(softcap=20.0, alibi=torch.ones(4), sink=torch.ones(4), mod=lambda s, b, h, q, k: s - 0.1 * (q - k)),
+        0.0,
+    ),
+    "bias d64": (64, onchip.causal(), onchip.Score(bias=torch.zeros(4, 1024, 1024)), 0.0),
+}
+
+
+class Offline(DriverBase):
+    """Answers what compiling asks of a driver; launches nothing."""
+
+    target: GPUTarget
+
+    def __init__(self):
+        pass
+
+    @classmethod
+    def is_active(cls):
+        return False
+
+    def get_current_target(self):
+        return self.target
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_benchmarker(self):
+        raise NotImplementedError
+
+    def map_python_to_cpp_type(self, ty):
+        raise NotImplementedError
+
+
+class Recorder:
+    """In a kernel's place: compiles where the kernel would launch."""
+
+    def __init__(self, kernel, found: list):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        def compile_only(*args, **kwargs):
+            self.found.append((self.kernel.fn.__name__, self.kernel.warmup(*args, grid=(1,), **kwargs)))
+
+        return compile_only
+
+
+def registers(ptx: str, arch: int) -> tuple[int, int]:
+    """(registers, bytes of spill stores), from ptxas."""
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    if arch >= 100 and ptxas.with_name("ptxas-blackwell").exists():
+        ptxas = ptxas.with_name("ptxas-blackwell")
+    name = re.search(r"\.target (\w+)", ptx).group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"--gpu-name={name}", source, "-o", Path(folder, "kernel.o")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.search(r"(\d+) bytes spill stores", report)
+    return int(re.search(r"Used (\d+) registers", report).group(1)), int(spills.group(1)) if spills else 0
+
+
+def main(spec: str) -> None:
+    backend, arch = spec.split(":")
+    Offline.target = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
+    driver.set_active(Offline())
+    major = int(arch) // 10 if backend == "cuda" else 0
+    launch.device_facts = arguments.device_facts = lambda index: (major, 132)
+    found: list = []
+    for name in ("forward_kernel", "combine_kernel"):
+        setattr(launch, name, Recorder(getattr(launch, name), found))
+    for name in ("delta_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel"):
+        setattr(launch.kernels, name, Recorder(getattr(launch.kernels, name), found))
+    for case, (dim, mask, score, dropout) in CASES.items():
+        q = torch.empty(1, 1024, 4, dim, dtype=torch.bfloat16)
+        place = problems.dense_layout(q, q, q)
+        problem = problems.state(q, q, q, place, "dense", mask, score, dropout=dropout)
+        operands = Operands(q, q, q, place, mask, score)
+        found.clear()
+        output = launch.forward(problem, operands)
+        needs = frozenset({"q", "k", "v"} | {n for n in ("bias", "alibi") if getattr(score, n) is not None})
+        launch.backward(problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(q), None)
+        for kernel, compiled in found:
+            line = {"case": case, "kernel": kernel, "shared": compiled.metadata.shared}
+            if backend == "cuda":
+                ptx = compiled.asm["ptx"]
+                line["registers"], line["spills"] = registers(ptx, int(arch))
+                line["tensor_core"] = bool(re.search(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx))
+            else:
+                line["tensor_core"] = "mfma" in compiled.asm["amdgcn"]
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main(sys.argv[1])
