@@ -27,16 +27,18 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## run the main job on real input; writes onchip-demo/report.html
 	$(VENV)/bin/onchip demo
 
-test: $(VENV)/.test  ## run the whole test suite (PYTEST_ARGS="-k mask" to select)
+test: $(VENV)/.test $(VENV)/.triton  ## run the whole test suite (PYTEST_ARGS="-k mask" to select)
+	if $(PY) -c 'import triton' 2>/dev/null; then \
+	  OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS); fi
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
-	$(VENV)/bin/ruff check src tests
-	$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/ruff format --check src tests benchmarks
 
 format: $(VENV)/.dev  ## apply ruff's fixes and formatting
-	$(VENV)/bin/ruff check --fix src tests
-	$(VENV)/bin/ruff format src tests
+	$(VENV)/bin/ruff check --fix src tests benchmarks
+	$(VENV)/bin/ruff format src tests benchmarks
 
 types: $(VENV)/.dev  ## pyright on src
 	$(VENV)/bin/pyright
@@ -54,6 +56,11 @@ $(PY):
 $(VENV)/.torch: | $(PY)
 	$(PY) -c '$(HAS_TORCH)' 2>/dev/null || \
 	  $(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
+	touch $@
+
+# A CUDA torch brings its own triton. Beside the CPU build one is installed where there are wheels of it.
+$(VENV)/.triton: $(VENV)/.test
+	$(PY) -c 'import triton' 2>/dev/null || [ "$$(uname -sm)" != "Linux x86_64" ] || $(PIP) install 'triton==3.6.0'
 	touch $@
 
 $(VENV)/.demo: EXTRAS := demo

@@ -230,6 +230,24 @@ class Contract:
         for name in ("dk", "dv"):
             assert not found[name].transpose(1, 2)[unseen].any(), name
 
+    @pytest.mark.parametrize("poison", [NAN, INF])
+    def test_poison_in_the_upstream_gradient_of_rows_without_keys(self, poison):
+        n, dtype = self.target.lengths[0], getattr(torch, self.target.dtypes[0])
+        tensors = [
+            torch.randn(2, s, h, 8, device=self.target.device).to(dtype)
+            for s, h in ((n + 9, 4), (n, 2), (n, 2))
+        ]
+        leaves = [x.requires_grad_() for x in tensors]
+        upstream = torch.randn_like(leaves[0])
+        found = []
+        with self.target.in_use():
+            out = onchip.attention(*leaves, mask=onchip.causal(), backend=self.target.backend)
+            for value in (0.0, poison):
+                upstream[:, :9] = value  # these stand above the first key
+                found.append(torch.autograd.grad(out, leaves, upstream, retain_graph=True))
+        for clean, poisoned in zip(*found, strict=True):
+            assert torch.equal(clean, poisoned)
+
     def test_fresh_memory_holds_anything(self, dtype):
         """What `empty` gives is filled with NaN; no result may show it."""
         with Poisoned() as poisoned:

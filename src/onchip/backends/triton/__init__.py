@@ -29,9 +29,10 @@ def refuse(problem: Problem) -> str | None:
 
 def tiles(problem: Problem) -> Tiles:
     """Tiles of the forward pass."""
+    from onchip.backends.triton.arguments import device_facts
     from onchip.backends.triton.table import config
 
-    chosen = config(problem, "forward", problem.seqlen_q)
+    chosen = config(problem, "forward", device_facts(0)[0], problem.seqlen_q)
     return Tiles(chosen.tile_m, chosen.tile_n)
 
 

@@ -42,7 +42,7 @@ def power(n: int) -> int:
 @lru_cache(maxsize=16)
 def device_facts(index: int) -> tuple[int, int]:
     """(compute capability major, multiprocessors); the interpreter counts as the newest."""
-    if INTERPRETED:
+    if INTERPRETED or not torch.cuda.is_available():
         return 9, 4
     properties = torch.cuda.get_device_properties(index)
     major = properties.major if torch.version.hip is None else 0

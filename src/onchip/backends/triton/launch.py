@@ -43,13 +43,12 @@ def forward(problem: Problem, operands: Operands) -> Output:
         return Output(out.zero_(), lse.copy_(torch.as_tensor(rows).expand_as(lse)))
     by_head = problem.group > 1 and bool(problem.mask_parts) and operands.mask.dependence(problem)[1]
     pack = packs(problem, by_head)
-    chosen = config(problem, "forward", problem.seqlen_q * pack)
+    major, multiprocessors = device_facts(q.device.index or 0)
+    chosen = config(problem, "forward", major, problem.seqlen_q * pack)
     m_blocks = -(-problem.seqlen_q // (chosen.tile_m // pack))
     programs = m_blocks * problem.heads_q // pack * problem.batch
     key_tiles = max(-(-problem.seqlen_k // chosen.tile_n), 1)
-    splits = problem.num_splits or choose_splits(
-        problem, programs, key_tiles, device_facts(q.device.index or 0)[1]
-    )
+    splits = problem.num_splits or choose_splits(problem, programs, key_tiles, multiprocessors)
     splits = 1 if packed else min(splits, key_tiles)
     launch = Launch(problem, operands)
     if splits == 1:
@@ -135,7 +134,7 @@ def _shared(launch: Launch) -> tuple[Any, ...]:
 def _key_grads(launch: Launch, saved: Saved, dout: Tensor, delta: Tensor, grads: dict[str, Any]) -> None:
     """dK and dV in one pass; one that is not wanted goes to a scrap tensor."""
     problem, operands = launch.problem, launch.operands
-    chosen = config(problem, "dkdv")
+    chosen = config(problem, "dkdv", device_facts(operands.q.device.index or 0)[0])
     dk = grads.get("k") if "k" in grads else torch.empty_like(operands.k)
     dv = grads.get("v") if "v" in grads else torch.empty_like(operands.v)
     n_blocks = -(-problem.seqlen_k // chosen.tile_n)
@@ -159,7 +158,7 @@ def _query_grads(
     launch: Launch, saved: Saved, dout: Tensor, delta: Tensor, grads: dict[str, Any]
 ) -> dict[str, Tensor]:
     problem, operands = launch.problem, launch.operands
-    chosen = config(problem, "dq")
+    chosen = config(problem, "dq", device_facts(operands.q.device.index or 0)[0])
     dq = grads.get("q") if "q" in grads else torch.empty_like(operands.q)
     dslope = torch.zeros_like(saved.lse) if "alibi" in saved.needs else None
     m_blocks = -(-problem.seqlen_q // chosen.tile_m)
@@ -204,7 +203,7 @@ def _bias_grad(launch: Launch, saved: Saved, dout: Tensor, delta: Tensor) -> Ten
     bias = operands.score.bias
     assert bias is not None
     four = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    chosen = config(problem, "dq")
+    chosen = config(problem, "dq", device_facts(operands.q.device.index or 0)[0])
     dbias = torch.zeros(four.shape, device=bias.device)
     m_blocks, n_blocks = -(-problem.seqlen_q // chosen.tile_m), -(-problem.seqlen_k // chosen.tile_n)
     by = [size > 1 for size in four.shape]

@@ -45,21 +45,37 @@ TABLE: dict[tuple[str, int, int], Config] = {
 }
 
 
-def config(problem: Problem, step: str, rows: int | None = None) -> Config:
-    """The configuration of a pass; `rows`: the query rows there are, when fewer than a tile takes."""
+# Devices with less shared memory than Hopper's 227 KiB (A100: 163, most others: 99 or less), where they need other
+# tiles. Compiled for sm_80 and gfx942 without a GPU, not measured.
+SMALL: dict[tuple[str, int, int], Config] = {
+    ("forward", 64, 2): Config(64, 64, 4, 2),
+    ("forward", 128, 2): Config(64, 64, 4, 2),
+    ("forward", 256, 2): Config(64, 32, 4, 2),
+    ("dkdv", 64, 2): Config(32, 64, 4, 2),
+    ("dkdv", 128, 2): Config(32, 64, 4, 1),
+    ("dkdv", 256, 2): Config(32, 64, 8, 1),
+    ("dq", 64, 2): Config(64, 64, 4, 2),
+    ("dq", 128, 2): Config(64, 32, 4, 2),
+    ("dq", 256, 2): Config(64, 32, 8, 1),
+}
+
+
+def config(problem: Problem, step: str, major: int, rows: int | None = None) -> Config:
+    """The configuration of a pass on a device of this compute capability (0 for AMD).
+
+    `rows`: the query rows there are, when fewer than a tile takes.
+    """
     dim, size = max(problem.dim, problem.dim_v), problem.dtype.itemsize
+    table = TABLE if major >= 9 else {**SMALL, **{key: c for key, c in TABLE.items() if key not in SMALL}}
     found = next(
-        c for (name, most, item), c in TABLE.items() if name == step and dim <= most and size == item
+        c for (name, most, item), c in table.items() if name == step and dim <= most and size == item
     )
     if "bias" in problem.score_parts or "elements" in problem.mask_parts:
         # Tiles of bias or mask join the load pipeline: with 128 x 128 of them it outgrows shared memory.
-        found = Config(
-            min(found.tile_m, 64), min(found.tile_n, 64), min(found.num_warps, 8), 2 if dim <= 128 else 1
-        )
+        stages = min(found.num_stages, 2 if dim <= 128 else 1)
+        found = found._replace(tile_m=min(found.tile_m, 64), tile_n=min(found.tile_n, 64), num_stages=stages)
     if rows is not None and rows < found.tile_m:
         found = found._replace(tile_m=max(16, 1 << max(rows - 1, 0).bit_length()))
-        if (
-            found.tile_m <= 32
-        ):  # decoding: bound by the reads of K and V, four warps keep more programs in flight
+        if found.tile_m <= 32:  # decoding is bound by the reads of K and V: four warps keep more programs in flight
             found = found._replace(num_warps=4, num_stages=found.num_stages + 1)
     return found
