@@ -246,6 +246,7 @@ if os.environ.get("ONCHIP_SLOW"):
     BIG |= {
         "where, whole": "onchip.where(lambda b, h, q, k: (q + k) % 2 == 0)",
         "union, whole": "onchip.dense(torch.rand(N) < 0.5) | onchip.chunked(4096)",
+        "dense keys, whole": "onchip.dense(torch.rand(N) < 0.5)",
         "documents, whole": "onchip.documents(torch.arange(N) // 4096)",
     }
 

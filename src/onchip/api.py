@@ -159,6 +159,7 @@ def attention_with_cache(
     Returns out (batch, seqlen_q, heads_q, dim_v) and, with return_lse, lse (batch, heads_q, seqlen_q).
     Inference only: NotImplementedError where a gradient would be lost. Errors leave the cache unchanged.
     """
+    q, k, v = _cast(q, k, v)
     _refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if not isinstance(num_splits, int) or isinstance(num_splits, bool):
         raise TypeError(f"num_splits: got {type(num_splits).__name__}, expected an int")
@@ -273,6 +274,13 @@ def _append(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor
     row, slot = place.locate(
         torch.arange(k.shape[0], device=k.device), place.lengths - k.shape[1], k.shape[1]
     )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(
+                f"{name}: is expanded (strides {cache.stride()}), expected storage of its own to append to"
+            )
+    if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
+        raise ValueError("v_cache: shares its storage with k_cache, expected another tensor to append to")
     places = row * max(k_cache.shape[1], 1) + slot
     if k.device.type == "cpu" and places.unique().numel() < places.numel():
         raise ValueError(

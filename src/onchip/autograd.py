@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
 from onchip.backends import Backend
 from onchip.problem import Operands, Problem, Saved
@@ -38,6 +39,11 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable in q, k, v, bias, alibi and sink."""
     operands, score = call.operands, call.operands.score
     tensors = (operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)
+    for tensor in (*operands.mask.tensors(), *(score.mod.args if score.mod is not None else ())):  # type: ignore[union-attr]
+        if is_batchedtensor(tensor):
+            raise NotImplementedError(
+                "mask: under vmap its tensors (and a mod's) must be the same for every slice"
+            )
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not wanted and not torch._C._are_functorch_transforms_active():
         output = call.backend.forward(
@@ -110,6 +116,8 @@ class _AttentionGrad(torch.autograd.Function):
 
 def _one_by_one(info: Any, in_dims: tuple, function: Callable[..., Any], *args: Any):
     """vmap's rule: the function on every slice, stacked. A slice is a whole problem, so nothing is lost to it."""
+    if info.batch_size == 0:
+        raise NotImplementedError("onchip: vmap over an axis of size 0 is not implemented")
     results = []
     for i in range(info.batch_size):
         own = (x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))

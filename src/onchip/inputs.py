@@ -34,7 +34,7 @@ class Rotary:
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 raise TypeError(
-                    f"rotary: {name} is {kind}, expected floating point (positions, rotary_dim / 2)"
+                    f"rotary: {name} is {kind}, expected a floating tensor (positions, rotary_dim / 2)"
                 )
         if self.cos.dim() != 2 or self.cos.shape != self.sin.shape:
             raise ValueError(
@@ -55,8 +55,10 @@ class Rotary:
         """x (batch, seqlen, heads, dim) turned to positions (batch, seqlen); computed in float32 or better."""
         half = self.cos.shape[1]
         wide = torch.promote_types(x.dtype, torch.float32)
-        positions = positions.clamp(0, max(self.cos.shape[0] - 1, 0))  # queries above the first key see none
-        cos, sin = (t.to(wide)[positions][:, :, None] for t in (self.cos, self.sin))
+        # Queries before the first key stand at negative positions: cos(-x) = cos(x), sin(-x) = -sin(x).
+        index = positions.abs().clamp(max=max(self.cos.shape[0] - 1, 0))
+        cos, sin = (t.to(wide)[index][:, :, None] for t in (self.cos, self.sin))
+        sin = sin * positions.sign()[:, :, None, None]
         head, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
         a, b = (
             (head[..., 0::2], head[..., 1::2]) if self.interleaved else (head[..., :half], head[..., half:])

@@ -6,9 +6,10 @@ The parts describe; they do no arithmetic on score tiles beyond `allow`, which a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -186,7 +187,18 @@ class Where:
     args: tuple[Tensor, ...]
 
     def allow(self, region: Region) -> Tensor:
-        visible = on_tensors(self.fn)(region.b, region.h, region.q, region.k, *self.args)
+        try:
+            visible = on_tensors(self.fn)(region.b, region.h, region.q, region.k, *self.args)
+        except (RuntimeError, IndexError) as error:
+            what = (
+                "branches on a value (if, and, or, not, a chained comparison)"
+                if "Boolean" in str(error)
+                else error
+            )
+            raise ValueError(
+                f"where: {self._label} {what}; it takes tensors of indices: use onchip.plain.where, & and |, and read "
+                "tensors within their shapes"
+            ) from error
         if not isinstance(visible, Tensor):
             visible = torch.tensor(visible, device=region.batch.device)
         if visible.dtype is not torch.bool:
@@ -209,6 +221,8 @@ class Where:
 
     def dependence(self, problem: Problem) -> tuple[bool, bool]:
         """Read off the shape that the function returns for one pair of every sequence and head."""
+        if problem.seqlen_q == 0 or problem.seqlen_k == 0:
+            return False, False
         batch = torch.arange(problem.batch, device=problem.device)
         shape = self.allow(Region(batch, 0, problem.heads_q, 0, 1, 0, 1, 1, 1)).shape
         return shape[0] > 1, shape[1] > 1
@@ -307,11 +321,11 @@ class Mask:
 
     def allow(self, region: Region) -> Tensor:
         """Visible pairs of a region: bool, broadcastable to [g, heads, queries, keys]."""
-        band = self.band or rules.Band()
-        visible = rules.allow(region.q, region.k, region.q_len, region.k_len, band, None, None)
-        for part in self.parts:
-            visible = visible & part.allow(region)
-        return visible
+        answers = [part.allow(region) for part in self.parts]
+        if self.band is not None or not answers:
+            band = self.band or rules.Band()
+            answers.append(rules.allow(region.q, region.k, region.q_len, region.k_len, band, None, None))
+        return reduce(operator.and_, answers)
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError where a part does not fit the problem's shapes or device."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onchip import rules
 from onchip.mask import Blocks, Dense, Documents, Mask, Rows, Where
+from onchip.plain import check_closed
 
 Lengths = int | Tensor
 
@@ -114,6 +115,7 @@ def where(fn: Callable[..., Any], *tensors: Tensor) -> Mask:
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"where: tensors[{i}] is {_kind(tensor)}, expected a tensor")
+    check_closed("where", fn)
     return Mask(elements=(Where(fn, tensors),))
 
 

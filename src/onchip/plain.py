@@ -7,8 +7,8 @@ can be compiled into a kernel.
 
 import builtins
 import functools
+import hashlib
 import inspect
-import itertools
 import linecache
 import math
 import operator
@@ -165,9 +165,21 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 _Symbolic.__neg__ = lambda a: _Symbolic(-_number(a))  # type: ignore[attr-defined]
 
 
-_counter = itertools.count()
+def check_closed(name: str, fn: Callable[..., Any]) -> None:
+    """Raise ValueError where fn reads a tensor that is no argument: a change of it, or its gradient, would be lost."""
+    if not isinstance(fn, types.FunctionType):
+        return
+    outside = {n: fn.__globals__.get(n) for n in fn.__code__.co_names}
+    for variable, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        outside[variable] = cell.cell_contents
+    for variable, value in outside.items():
+        if isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name}: the function reads the tensor {variable!r} from outside; pass it: {name}(fn, {variable})"
+            )
 
 
+@functools.lru_cache(maxsize=256)
 def derivative(fn: Callable[..., Any], n_tensors: int) -> Callable[..., Any]:
     """d fn / d score of a plain ``fn(score, batch, head, q, k, *tensors)``, as a plain function of the same form.
 
@@ -194,7 +206,7 @@ def derivative(fn: Callable[..., Any], n_tensors: int) -> Callable[..., Any]:
 
 def _compile(source: str, name: str) -> Callable[..., Any]:
     """A function from source text that inspect.getsource can read back, as kernel compilers need."""
-    filename = f"<onchip derivative {next(_counter)}>"
+    filename = f"<onchip derivative {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     vocabulary = {"exp": exp, "log": log, "tanh": tanh, "sqrt": sqrt, "floor": floor, "where": where}
     exec(compile(source, filename, "exec"), vocabulary)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
 from onchip.layout import Dense, Layout
 from onchip.mask import Mask
@@ -236,7 +237,12 @@ def check_dropout(dropout: Any) -> float:
 def draw_seed(seed: Any, dropout: float) -> int:
     """The Philox key: given, or drawn from torch's default generator so that torch.manual_seed repeats it."""
     if seed is None:
-        return int(torch.randint(0, 2**62, ())) if dropout > 0 else 0
+        if dropout == 0:
+            return 0
+        drawn = torch.randint(0, 2**62, ())
+        if is_batchedtensor(drawn):
+            raise NotImplementedError("dropout: under vmap one seed serves every slice; pass seed=")
+        return int(drawn)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: got {type(seed).__name__}, expected an int or None")
     if not 0 <= seed < 2**64:

@@ -283,8 +283,8 @@ def _look_at(
     """Whether any and whether every existing pair is visible, in tiles [start, stop) of row i."""
     area = _tile_region(region, tiles, i, start, stop)
     visible = mask.allow(area)
-    visible = visible.expand(*visible.shape[:2], area.q1 - area.q0, area.k1 - area.k0)
-    some, every = visible.any(2), visible.all(2)  # [g, heads, keys]
+    keys = area.k1 - area.k0
+    some, every = (x.expand(-1, -1, keys) for x in (visible.any(2), visible.all(2)))  # [g, heads, keys]
     tail = (stop - start) * tiles.tile_n - some.shape[-1]
     some, every = pad(some, (0, tail), value=False), pad(every, (0, tail), value=True)
     by_tile = (-1, tiles.tile_n)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onchip.plain import derivative, on_tensors
+from onchip.plain import check_closed, derivative, on_tensors
 
 if TYPE_CHECKING:
     from onchip.mask import Region
@@ -44,6 +44,8 @@ def mod(fn: Callable[..., Any], *tensors: Tensor, grad: Callable[..., Any] | Non
     use min, max, abs and `onchip.plain`'s exp, log, tanh, sqrt, where. The tensors are read by index
     (``table[head, q]``) and get no gradient: a learned additive term is ``Score(bias=...)``.
 
+    Indices divided by one another are float32, as in torch, also where the score is float64.
+
     Raises ValueError where the derivative cannot be derived and grad is not given, or a tensor requires grad.
     """
     for name, function in (("fn", fn), ("grad", grad)):
@@ -56,6 +58,7 @@ def mod(fn: Callable[..., Any], *tensors: Tensor, grad: Callable[..., Any] | Non
             raise ValueError(
                 f"mod: tensors[{i}] requires grad, expected none; detach it or use Score(bias=...)"
             )
+    check_closed("mod", fn)
     return Mod(fn, grad or derivative(fn, len(tensors)), tensors)
 
 

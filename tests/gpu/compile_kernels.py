@@ -34,7 +34,9 @@ CASES = {
     "score d64": (
         64,
         onchip.causal(),
-        onchip.Score(softcap=20.0, alibi=torch.ones(4), sink=torch.ones(4), mod=lambda s, b, h, q, k: s - 0.1 * (q - k)),
+        onchip.Score(
+            softcap=20.0, alibi=torch.ones(4), sink=torch.ones(4), mod=lambda s, b, h, q, k: s - 0.1 * (q - k)
+        ),
         0.0,
     ),
     "bias d64": (64, onchip.causal(), onchip.Score(bias=torch.zeros(4, 1024, 1024)), 0.0),
@@ -102,7 +104,9 @@ def registers(ptx: str, arch: int) -> tuple[int, int]:
 
 def main(spec: str) -> None:
     backend, arch = spec.split(":")
-    Offline.target = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
+    Offline.target = GPUTarget(
+        backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64
+    )
     driver.set_active(Offline())
     major = int(arch) // 10 if backend == "cuda" else 0
     launch.device_facts = arguments.device_facts = lambda index: (major, 132)
@@ -119,7 +123,9 @@ def main(spec: str) -> None:
         found.clear()
         output = launch.forward(problem, operands)
         needs = frozenset({"q", "k", "v"} | {n for n in ("bias", "alibi") if getattr(score, n) is not None})
-        launch.backward(problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(q), None)
+        launch.backward(
+            problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(q), None
+        )
         for kernel, compiled in found:
             line = {"case": case, "kernel": kernel, "shared": compiled.metadata.shared}
             if backend == "cuda":

@@ -110,7 +110,9 @@ def _sequence(problem: Problem, operands: Operands, region: Region, *rows: Tenso
     if problem.dropout > 0:
         kept = keep(region, problem.heads_q, problem.dropout, operands.seed)
         p = p * kept / (1.0 - problem.dropout) if problem.dropout < 1 else p * 0.0
-    return p @ v, lse
+    return torch.where(
+        visible.any(3, keepdim=True), p @ v, 0.0
+    ), lse  # no NaN from dout into a row without keys
 
 
 def _modified(operands: Operands, s: Tensor, region: Region) -> Tensor:

@@ -76,6 +76,8 @@ def config(problem: Problem, step: str, major: int, rows: int | None = None) -> 
         found = found._replace(tile_m=min(found.tile_m, 64), tile_n=min(found.tile_n, 64), num_stages=stages)
     if rows is not None and rows < found.tile_m:
         found = found._replace(tile_m=max(16, 1 << max(rows - 1, 0).bit_length()))
-        if found.tile_m <= 32:  # decoding is bound by the reads of K and V: four warps keep more programs in flight
+        if (
+            found.tile_m <= 32
+        ):  # decoding is bound by the reads of K and V: four warps keep more programs in flight
             found = found._replace(num_warps=4, num_stages=found.num_stages + 1)
     return found
