@@ -35,7 +35,10 @@ def refuse(problem: Problem) -> str | None:
 
 
 def tiles(problem: Problem) -> Tiles:
-    """512 x 512, or 256 x 256 where a band's edge tiles are half empty (256 causal measured 1.1x faster at N=1024).
+    """512 x 512, or 256 x 256 where a band's edge tiles are half empty.
+
+    Causal forward, (1, 1024, 16, 64) fp32, 2 cores, 2026-11-29: 19.5 ms in 256 x 256, 27.9 in 512 x 512; full: 29.9
+    and 28.9.
 
     Fewer query rows (decoding, or many query heads a key head) take more keys at once, since each torch call costs
     microseconds. A block-sparse mask's own blocks are kept where they are not tiny, so that none is visited in vain.
