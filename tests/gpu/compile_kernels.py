@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 import onchip
@@ -89,15 +89,15 @@ class Recorder:
 
 def registers(ptx: str, arch: int) -> tuple[int, int]:
     """(registers, bytes of spill stores), from ptxas."""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    if arch >= 100 and ptxas.with_name("ptxas-blackwell").exists():
-        ptxas = ptxas.with_name("ptxas-blackwell")
+    ptxas = get_ptxas(arch).path  # which of its assemblers Triton takes differs by version and chip
     name = re.search(r"\.target (\w+)", ptx).group(1)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         command = [ptxas, "-v", f"--gpu-name={name}", source, "-o", Path(folder, "kernel.o")]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-1000:]
+        report = run.stderr
     spills = re.search(r"(\d+) bytes spill stores", report)
     return int(re.search(r"Used (\d+) registers", report).group(1)), int(spills.group(1)) if spills else 0
 
