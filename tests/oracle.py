@@ -18,7 +18,7 @@ NEG_INF = float("-inf")
 # Roundings, relative to the largest value, that a result may differ by beside torch's own error. A tiled backward
 # takes sum(dO * O) for sum(P * dP): the two are rounded apart, in float32, before they cancel. float64 has no better
 # reference, so its band holds the reordered sums themselves.
-_ROUNDINGS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 32, torch.float64: 4096}
+_ROUNDINGS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 96, torch.float64: 4096}
 
 
 def band(seqlen_q, seqlen_k, left=None, right=None, shift=None):

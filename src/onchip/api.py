@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
 from onchip import autograd, problem as problems, select
 from onchip.autograd import Call
 from onchip.inputs import Rotary, cache_layout, varlen_layout
 from onchip.layout import Cache, Layout
 from onchip.mask import Mask
-from onchip.problem import Operands, check_types
+from onchip.problem import Operands, Problem, check_types
 from onchip.score import Score
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -159,12 +160,12 @@ def attention_with_cache(
     Returns out (batch, seqlen_q, heads_q, dim_v) and, with return_lse, lse (batch, heads_q, seqlen_q).
     Inference only: NotImplementedError where a gradient would be lost. Errors leave the cache unchanged.
     """
-    q, k, v = _cast(q, k, v)
     _refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if not isinstance(num_splits, int) or isinstance(num_splits, bool):
         raise TypeError(f"num_splits: got {type(num_splits).__name__}, expected an int")
     if num_splits < 0:
         raise ValueError(f"num_splits: got {num_splits}, expected at least 0")
+    q, k, v = _as_cache(q, k_cache, k, v)
     new = _check_new(q, k_cache, v_cache, k, v)
     place = cache_layout(q, k_cache, v_cache, new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     kind = "cache" if page_table is None else "paged"
@@ -173,10 +174,9 @@ def attention_with_cache(
     )
     if rotary is not None:
         q, k = _rotate(rotary, q, k, place)
-    if k is not None and v is not None:
-        _append(place, k_cache, v_cache, k, v)
+    run = Call(call.problem, _with_q(call.operands, q), call.backend, call.tiles)
     with torch.no_grad():
-        out, lse = autograd.apply(Call(call.problem, _with_q(call.operands, q), call.backend, call.tiles))
+        out, lse = autograd.apply(run) if k is None or v is None else _append_and_run(run, place, k, v)
     return (out, lse) if return_lse else out
 
 
@@ -270,21 +270,56 @@ def _rotate(rotary: Any, q: Tensor, k: Tensor | None, place: Cache) -> tuple[Ten
     return turned[0], turned[1]
 
 
-def _append(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    row, slot = place.locate(
-        torch.arange(k.shape[0], device=k.device), place.lengths - k.shape[1], k.shape[1]
-    )
+def _append_and_run(call: Call, place: Cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Write k and v to their slots, then attend; an error, of a user's function say, takes them back."""
+    caches = call.operands.k, call.operands.v
+    where = _slots(place, *caches, k)
+    before = [cache[where] for cache in caches] if _has_user_code(call.problem) else None
+    for cache, new in zip(caches, (k, v), strict=True):
+        cache[where] = new
+    try:
+        return autograd.apply(call)
+    except Exception:
+        for cache, old in zip(caches, before or (), strict=before is not None):
+            cache[where] = old
+        raise
+
+
+def _has_user_code(problem: Problem) -> bool:
+    return "mod" in problem.score_parts or bool({"elements", "unions"} & set(problem.mask_parts))
+
+
+def _slots(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, slot) of every new key in the caches."""
+    batch = torch.arange(k.shape[0], device=k.device)
+    row, slot = place.locate(batch, place.lengths - k.shape[1], k.shape[1])
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+            strides = cache.stride()
             raise ValueError(
-                f"{name}: is expanded (strides {cache.stride()}), expected storage of its own to append to"
+                f"{name}: is expanded (strides {strides}), expected storage of its own to append to"
             )
     if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
         raise ValueError("v_cache: shares its storage with k_cache, expected another tensor to append to")
     places = row * max(k_cache.shape[1], 1) + slot
     if k.device.type == "cpu" and places.unique().numel() < places.numel():
         raise ValueError(
-            "k: two sequences would append to the same slot, expected distinct cache_batch_idx or pages"
+            "k: two sequences would append to one slot, expected distinct cache_batch_idx or pages"
         )
-    k_cache[row, slot] = k
-    v_cache[row, slot] = v
+    return row, slot
+
+
+def _as_cache(q: Any, k_cache: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under autocast, q and the new keys in the cache's dtype: the cache itself cannot be cast."""
+    if any(isinstance(x, Tensor) and is_batchedtensor(x) for x in (q, k_cache, k, v)):
+        raise NotImplementedError(
+            "attention_with_cache: vmap over it is not implemented; it writes to its cache"
+        )
+    if not isinstance(k_cache, Tensor) or not isinstance(q, Tensor):
+        return q, k, v
+    kind = q.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    return tuple(
+        x.to(k_cache.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in (q, k, v)
+    )  # type: ignore

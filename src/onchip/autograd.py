@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
+from torch.autograd import forward_ad
 
 from onchip.backends import Backend
 from onchip.problem import Operands, Problem, Saved
@@ -39,19 +40,23 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable in q, k, v, bias, alibi and sink."""
     operands, score = call.operands, call.operands.score
     tensors = (operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)
-    for tensor in (*operands.mask.tensors(), *(score.mod.args if score.mod is not None else ())):  # type: ignore[union-attr]
-        if is_batchedtensor(tensor):
-            raise NotImplementedError(
-                "mask: under vmap its tensors (and a mod's) must be the same for every slice"
-            )
+    if any(is_batchedtensor(t) for t in _constants(operands)):
+        raise NotImplementedError(
+            "mask: under vmap its tensors (and a mod's) must be the same for every slice"
+        )
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if not wanted and not torch._C._are_functorch_transforms_active():
-        output = call.backend.forward(
-            call.problem, operands, call.tiles
-        )  # a third of a small call's host time
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if not wanted and not transformed:  # a third of a small call's host time
+        output = call.backend.forward(call.problem, operands, call.tiles)
         return output.out, output.lse
     out, lse, _ = _Attention.apply(call, *tensors)  # type: ignore[misc]
     return out, lse
+
+
+def _constants(operands: Operands) -> tuple[Tensor, ...]:
+    """The tensors of a call that get no gradient: of its mask, mod and layout."""
+    mod = operands.score.mod
+    return (*operands.mask.tensors(), *(() if mod is None else mod.args), *operands.layout.tensors())  # type: ignore
 
 
 class _Attention(torch.autograd.Function):
@@ -64,9 +69,9 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         call, *tensors = inputs
         ctx.call = call
-        score = call.operands.score
-        # Tensors of mask and mod get no gradient; saved, they raise when they were changed before the backward pass.
-        others = (*call.operands.mask.tensors(), *(score.mod.args if score.mod is not None else ()))  # type: ignore[union-attr]
+        # These get no gradient; saved, they raise when they were changed before the backward pass. Inference tensors
+        # cannot be saved.
+        others = [t for t in _constants(call.operands) if not t.is_inference()]
         ctx.save_for_backward(*tensors, *output, *others)
         if output[2] is not None:
             ctx.mark_non_differentiable(output[2])
@@ -82,6 +87,10 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         return None, *_AttentionGrad.apply(ctx.call, needs, dout, dlse, out, lse, rest, *inputs)  # type: ignore
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any):
+        raise NotImplementedError("onchip: forward-mode differentiation (jvp, hessian) is not implemented")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, *inputs: Tensor | None):

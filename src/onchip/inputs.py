@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
 from onchip.layout import Cache, Varlen
 from onchip.problem import check_tensors
@@ -70,6 +71,8 @@ class Rotary:
 
 def integers(name: str, x: Any, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """An integer tensor of this shape on q's device; TypeError or ValueError otherwise."""
+    if isinstance(x, Tensor) and is_batchedtensor(x):
+        raise NotImplementedError(f"{name}: under vmap lengths must be the same for every slice")
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: got {kind}, expected an int32 or int64 tensor {shape}")

@@ -5,6 +5,7 @@ Lengths, pages and offsets are here, never in a mask. Each layout answers the sa
 - `batch`; `seqlen_q`, `seqlen_k`: the longest sequence that there may be.
 - `q_lens`, `k_lens`: the length of each sequence, read from the device where they are there; `device_lengths()`: the
   same without a read, an int for all or a tensor [batch, 1, 1, 1].
+- `tensors()`: what must not change before a backward pass.
 - `read_q`, `read_k`, `write_q`, `write_k`: the rows of some sequences and heads as [sequences, heads, length, dim].
 """
 
@@ -50,6 +51,9 @@ class Dense:
     def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
         return self.seqlen_q, self.seqlen_k
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
 
 @dataclass(frozen=True, eq=False)
 class Varlen:
@@ -65,6 +69,10 @@ class Varlen:
     @property
     def batch(self) -> int:
         return self.cu_seqlens_q.numel() - 1
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (self.cu_seqlens_q, self.cu_seqlens_k, self.used_q, self.used_k)
+        return tuple(t for t in found if t is not None)
 
     @cached_property
     def q_lens(self) -> list[int]:
@@ -141,6 +149,9 @@ class Cache:
 
     def device_lengths(self) -> tuple[int | Tensor, int | Tensor]:
         return self.seqlen_q, self.lengths.view(-1, 1, 1, 1)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()  # a cache has no backward pass that would need them unchanged
 
     def read_q(self, tensor: Tensor, batch: Tensor, heads: slice, length: int) -> Tensor:
         return tensor[_slots(batch), :length, heads].transpose(1, 2)

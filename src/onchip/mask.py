@@ -189,7 +189,16 @@ class Where:
     def allow(self, region: Region) -> Tensor:
         try:
             visible = on_tensors(self.fn)(region.b, region.h, region.q, region.k, *self.args)
-        except (RuntimeError, IndexError) as error:
+            visible = torch.as_tensor(visible, device=region.batch.device)
+            full = (
+                region.batch.numel(),
+                region.head1 - region.head0,
+                region.q1 - region.q0,
+                region.k1 - region.k0,
+            )
+            visible = visible.view(torch.broadcast_shapes(visible.shape, (1, 1, 1, 1)))
+            visible.expand(full)
+        except Exception as error:  # whatever the user's function does
             what = (
                 "branches on a value (if, and, or, not, a chained comparison)"
                 if "Boolean" in str(error)
@@ -199,12 +208,9 @@ class Where:
                 f"where: {self._label} {what}; it takes tensors of indices: use onchip.plain.where, & and |, and read "
                 "tensors within their shapes"
             ) from error
-        if not isinstance(visible, Tensor):
-            visible = torch.tensor(visible, device=region.batch.device)
         if visible.dtype is not torch.bool:
             raise TypeError(f"where: {self._label} returned {visible.dtype}, expected bool (a comparison)")
-        shape = torch.broadcast_shapes(visible.shape, (1, 1, 1, 1))
-        return visible.view(shape)
+        return visible
 
     @property
     def _label(self) -> str:
@@ -289,7 +295,11 @@ class Union:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
-    """AND of its parts; a mask without parts shows every key. Built by the functions of `onchip.masks`."""
+    """AND of its parts; a mask without parts shows every key. Built by the functions of `onchip.masks`.
+
+    What it learns of its tensors is kept until torch changes them in place. Writes that torch does not see (into memory
+    shared with numpy, or through ``.data``) need a new mask.
+    """
 
     band: rules.Band | None = None
     rows: tuple[Rows, ...] = ()
@@ -342,6 +352,13 @@ class Mask:
 
     def dependence(self, problem: Problem) -> tuple[bool, bool]:
         return _any_dependence([part.dependence(problem) for part in self.parts])
+
+    def __bool__(self) -> bool:
+        raise TypeError("mask: `and`, `or` and `not` do not combine masks; use & and |")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts without schedules: its tensors' versions count from anew."""
+        return {**self.__dict__, "cache": {}}
 
     def __repr__(self) -> str:
         parts = [] if self.band is None else [repr(self.band)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
 from onchip import rules
 from onchip.mask import Blocks, Dense, Documents, Mask, Rows, Where
@@ -189,6 +190,8 @@ def _check_ids(name: str, ids: Any) -> Tensor:
 
 def _check_lengths(name: str, lengths: Lengths) -> Lengths:
     if isinstance(lengths, Tensor):
+        if is_batchedtensor(lengths):
+            raise NotImplementedError(f"{name}: under vmap its lengths must be the same for every slice")
         if lengths.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: lengths is {_kind(lengths)}, expected int32 or int64")
         if lengths.dim() != 1:
@@ -203,8 +206,8 @@ def _check_lengths(name: str, lengths: Lengths) -> Lengths:
 def _check_count(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is {_kind(value)}, expected an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected at least {least}")
+    if not least <= value < 2**31:
+        raise ValueError(f"{name} is {value}, expected at least {least} and below 2**31")
 
 
 def _kind(x: Any) -> str:

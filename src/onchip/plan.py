@@ -63,6 +63,8 @@ def plan(
     layout: str = "bshd",
     backend: str | None = None,
     deterministic: bool = True,
+    seed: int | None = None,
+    return_lse: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Plan:
@@ -111,6 +113,6 @@ def _stand_in(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     """A tensor without storage of the same shape and dtype."""
     if isinstance(x, Tensor):
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    if not isinstance(x, tuple | list) or not all(isinstance(n, int) and n >= 0 for n in x):
+    if not isinstance(x, tuple | list) or not all(type(n) is int and n >= 0 for n in x):
         raise TypeError(f"{name}: got {x!r}, expected a tensor or a shape (batch, seqlen, heads, dim)")
     return torch.empty(tuple(x), dtype=dtype, device="meta")

@@ -48,7 +48,7 @@ class Problem:
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
-        return self.heads_q // self.heads_k
+        return max(self.heads_q // max(self.heads_k, 1), 1)
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -171,6 +171,8 @@ def check_tensors(q: Any, k: Any, v: Any, dims: int, k_name: str = "k", v_name: 
     for name, x in (("q", q), (k_name, k), (v_name, v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {axes}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name}: has layout {x.layout}, expected a strided tensor {axes}")
     facts = tuple((name, x.shape, x.dtype, x.device) for name, x in (("q", q), (k_name, k), (v_name, v)))
     _check_facts(facts, dims, axes)
 
@@ -209,7 +211,7 @@ def check_types(mask: Any, score: Any) -> tuple[Mask, Score]:
         )
     if score is not None and not isinstance(score, Score):
         raise TypeError(f"score: got {type(score).__name__}, expected onchip.Score(...)")
-    return mask or _SHOW_ALL, score or _PLAIN
+    return _SHOW_ALL if mask is None else mask, _PLAIN if score is None else score
 
 
 _SHOW_ALL, _PLAIN = Mask(), Score()

@@ -9,7 +9,7 @@ Nothing of size N x N is ever made.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -252,12 +252,27 @@ def _look(mask: Mask, region: Region, tiles: Tiles, i: int, kinds: Tensor) -> No
     if not open_tiles:
         return
     height = min(tiles.tile_m, region.q_len - i * tiles.tile_m)
+    sequences, heads = kinds.shape[:2]
+    if sequences * heads * height * tiles.tile_n > _LOOK and sequences * heads > 1:
+        axis = 0 if sequences >= heads else 1
+        half = kinds.shape[axis] // 2
+        for part, (start, stop) in zip(_halves(region, axis, half), ((0, half), (half, None)), strict=True):
+            _look(mask, part, tiles, i, kinds[start:stop] if axis == 0 else kinds[:, start:stop])
+        return
     at_once = max(_LOOK // (kinds.shape[0] * kinds.shape[1] * height * tiles.tile_n), 1)
     for start, stop in _stretches(open_tiles, at_once):
         some, every = _look_at(mask, region, tiles, i, start, stop)
         decided = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8)
         part = kinds[:, :, start:stop]
         part.copy_(torch.where(part == _OPEN, decided, part))
+
+
+def _halves(region: Region, axis: int, half: int) -> tuple[Region, Region]:
+    """The region's first `half` sequences (axis 0) or heads (axis 1), and the others."""
+    if axis == 0:
+        return replace(region, batch=region.batch[:half]), replace(region, batch=region.batch[half:])
+    middle = region.head0 + half
+    return replace(region, head1=middle), replace(region, head0=middle)
 
 
 def _stretches(numbers: list[int], longest: int) -> Iterator[tuple[int, int]]:
@@ -300,11 +315,16 @@ def _pairs(mask: Mask, group: Group, tiles: Tiles) -> int:
     for m_block, visits in group.rows():
         for n_block, full in visits:
             area = _tile_region(region, tiles, m_block, n_block, n_block + 1)
-            size = (area.q1 - area.q0) * (area.k1 - area.k0)
-            if full:
-                total += size * group.heads
-            else:
-                visible = mask.allow(area)
-                copies = group.heads * size // visible.numel()
-                total += int(visible.sum()) * copies
+            total += (area.q1 - area.q0) * (area.k1 - area.k0) * group.heads if full else _count(mask, area)
     return total
+
+
+def _count(mask: Mask, area: Region) -> int:
+    """Visible pairs of a region, by looking at no more than _LOOK of them at once."""
+    sequences, heads = area.batch.numel(), area.head1 - area.head0
+    size = (area.q1 - area.q0) * (area.k1 - area.k0)
+    if mask.parts and sequences * heads * size > _LOOK and sequences * heads > 1:
+        axis = 0 if sequences >= heads else 1
+        return sum(_count(mask, half) for half in _halves(area, axis, (sequences, heads)[axis] // 2))
+    visible = mask.allow(area)
+    return int(visible.sum()) * (sequences * heads * size // visible.numel())

@@ -31,10 +31,13 @@ class Mod:
         return self._run(self.grad, score, region)
 
     def _run(self, fn: Callable[..., Any], score: Tensor, region: Region) -> Tensor:
-        value = on_tensors(fn)(score, region.b, region.h, region.q, region.k, *self.args)
-        if not isinstance(value, Tensor):
-            return torch.full_like(score, value)
-        return value.to(score.dtype).expand_as(score)
+        try:
+            value = on_tensors(fn)(score, region.b, region.h, region.q, region.k, *self.args)
+            value = torch.as_tensor(value, device=score.device).to(score.dtype)
+            return value.expand_as(score)
+        except Exception as error:  # whatever the user's function does
+            label = getattr(fn, "__name__", repr(fn))
+            raise ValueError(f"mod: {label} failed on a tile of scores and indices: {error}") from error
 
 
 def mod(fn: Callable[..., Any], *tensors: Tensor, grad: Callable[..., Any] | None = None) -> Mod:

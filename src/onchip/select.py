@@ -23,7 +23,7 @@ def load(name: str) -> Backend:
 
 
 def check_name(name: object) -> None:
-    if name is not None and name not in BACKENDS:
+    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
         raise ValueError(f"backend: got {name!r}, expected None or one of {', '.join(map(repr, BACKENDS))}")
 
 

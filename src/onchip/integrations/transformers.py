@@ -15,8 +15,10 @@ implementation, with a warning that says so. What the attention function does no
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -104,7 +106,8 @@ def visible_keys(
         if found and (keys == end or found == (None, None)):
             seen = None if found == (None, None) else onchip.window(left, right)
             tokens = None if attention_mask is None else token_mask(attention_mask[:, kv_offset:], keys)
-            mask = seen & tokens if seen and tokens else seen or tokens
+            parts = [part for part in (seen, tokens) if part is not None]
+            mask = reduce(operator.and_, parts) if parts else None
             return Visible.of((batch_size, 1, q_length, kv_length), device, mask, keys, causal=right == 0)
     if q_length > 1:
         pattern = getattr(mask_function, "__qualname__", repr(mask_function))

@@ -45,7 +45,7 @@ def tiles(problem: Problem) -> Tiles:
     """
     side = 256 if "band" in problem.mask_parts else 512
     tile_m = min(_power(problem.seqlen_q), max(side // _power(problem.group), 16))
-    rows = tile_m * problem.group
+    rows = max(tile_m * problem.group, 1)
     tile_n = min(max(side * side // rows, side), 4096)
     if problem.blocks is not None:
         tile_m, tile_n = (
@@ -61,7 +61,10 @@ def _power(n: int) -> int:
 
 def _multiple(block: int, limit: int) -> int:
     """The block itself, or so many of them that a tile has at least 64 rows, within the limit where it can be."""
-    return block * max(min(64, limit) // block, 1)
+    if block <= limit:
+        return block * max(min(64, limit) // block, 1)
+    # A larger block is cut, so that a tile stays within the memory it may take: evenly where that is possible.
+    return next((size for size in range(limit, 63, -1) if block % size == 0), limit)
 
 
 def extra_memory(problem: Problem, tiles: Tiles) -> int:
