@@ -3,6 +3,7 @@
 Plain torch keeps P and its sums; an attention that never stores P cannot. Where torch's own error is small by luck
 (one key, a near tie, sums that cancel), twice of it is no measure, so `rooms` adds the roundings that are there:
 
+- lse is off by a rounding of the terms of s = scale * q.k, relative to their size: rho.
 - P = exp(s - lse) is off by a rounding of lse and of the terms of s = scale * q.k, relative to their size: rho.
 - dS = P * (dP - delta + dlse): each of the three is off by rho of its own size, however they cancel, and delta, taken
   from the stored out, by a rounding of out in its dtype.
@@ -52,7 +53,7 @@ def rooms(
     kept = 1 / (1 - case.dropout) if case.dropout < 1 else 1.0
     values = top(tensors["v"]) * kept
     if upstream == (None, None):
-        return {"out": rho * values}
+        return {"out": rho * values, "lse": rho}
     weights = _weights(truth, tensors)  # of each sequence [1, heads_q, q_len, k_len]
     seen = max((top(p.sum(3)) for p in weights), default=0.0)
     of_key = max((top(p.sum(2).unflatten(1, (case.heads[1], -1)).sum(2)) for p in weights), default=0.0)
@@ -63,6 +64,7 @@ def rooms(
     slope = top(terms + torch.finfo(dtype).eps / 2 * size * out_size)
     found = {
         "out": rho * values,
+        "lse": rho,
         "dq": slope * seen * scale_of(case) * top(tensors["k"]),
         "dk": slope * of_key * scale_of(case) * top(tensors["q"]),
         "dv": rho * kept * of_key * top(dout),
