@@ -45,8 +45,8 @@ TABLE: dict[tuple[str, int, int], Config] = {
 }
 
 
-# Devices with less shared memory than Hopper's 227 KiB (A100: 163, most others: 99 or less), where they need other
-# tiles. Compiled for sm_80 and gfx942 without a GPU, not measured.
+# Every other device: less shared memory than Hopper's 227 KiB (A100: 163, most others: 99 or less), or, on Blackwell,
+# products that want more of it. Compiled for sm_80, sm_100 and gfx942 without a GPU, not measured.
 SMALL: dict[tuple[str, int, int], Config] = {
     ("forward", 64, 2): Config(64, 64, 4, 2),
     ("forward", 128, 2): Config(64, 64, 4, 2),
@@ -66,7 +66,7 @@ def config(problem: Problem, step: str, major: int, rows: int | None = None) -> 
     `rows`: the query rows there are, when fewer than a tile takes.
     """
     dim, size = max(problem.dim, problem.dim_v), problem.dtype.itemsize
-    table = TABLE if major >= 9 else {**SMALL, **{key: c for key, c in TABLE.items() if key not in SMALL}}
+    table = TABLE if major == 9 else {**SMALL, **{key: c for key, c in TABLE.items() if key not in SMALL}}
     found = next(
         c for (name, most, item), c in table.items() if name == step and dim <= most and size == item
     )
