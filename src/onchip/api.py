@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def attention_with_cache(
     )
     if rotary is not None:
         q, k = _rotate(rotary, q, k, place)
-    run = Call(call.problem, _with_q(call.operands, q), call.backend, call.tiles)
+    run = replace(call, operands=replace(call.operands, q=q))
     with torch.no_grad():
         out, lse = autograd.apply(run) if k is None or v is None else _append_and_run(run, place, k, v)
     return (out, lse) if return_lse else out
@@ -216,10 +217,6 @@ def _call(
 
 def _run(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return autograd.apply(_call(*args, **options))
-
-
-def _with_q(operands: Operands, q: Tensor) -> Operands:
-    return Operands(q, operands.k, operands.v, operands.layout, operands.mask, operands.score, operands.seed)
 
 
 def _refuse_grad(**tensors: Any) -> None:

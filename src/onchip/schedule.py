@@ -8,9 +8,10 @@ Nothing of size N x N is ever made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from onchip.layout import Layout
 from onchip.mask import Blocks, Documents, Mask, Part, Region, Rows, Union
 from onchip.problem import Problem
 
+T = TypeVar("T")
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _OPEN = 3  # its parts do not decide it
 
 # Elements of one look at a stretch of a tile row: about 32 MiB of int64 temporaries.
 _LOOK = 1 << 22
-_KEEP = 8  # schedules kept per mask: the shapes of one training or serving loop
+_KEEP = 16  # schedules kept per mask: the shapes of one training or serving loop, and a few passes of each
 
 
 @dataclass(frozen=True)
@@ -85,16 +87,35 @@ class Schedule:
 
 def build(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Schedule:
     """The schedule of a problem, kept with the mask while its tensors stay unchanged."""
-    versions = tuple(0 if t.is_inference() else t._version for t in mask.tensors())
-    lengths = (tuple(layout.q_lens), tuple(layout.k_lens))
-    key = (problem.heads_q, problem.group, problem.device, lengths, tiles, versions)
-    found = mask.cache.get(key)
-    if found is None:
-        found = Schedule(tiles, mask, tuple(_groups(problem, layout, mask, tiles)))
-        if not any(t.is_inference() for t in mask.tensors()):  # those carry no version to tell a change by
-            mask.cache[key] = found
-            while len(mask.cache) > _KEEP:
-                mask.cache.pop(next(iter(mask.cache)))
+    key = ("schedule", tiles)
+    return keep(
+        problem,
+        layout,
+        mask,
+        key,
+        lambda: Schedule(tiles, mask, tuple(_groups(problem, layout, mask, tiles))),
+    )
+
+
+def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callable[[], T]) -> T:
+    """What `make` builds from a mask for this problem's sizes, kept with the mask among the last few such things."""
+    tensors = mask.tensors()
+    if any(t.is_inference() for t in tensors):  # those carry no version to tell a change by
+        return make()
+    sizes = (
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_q,
+        problem.group,
+        problem.device,
+    )
+    whole = (*key, sizes, tuple(layout.q_lens), tuple(layout.k_lens), tuple(t._version for t in tensors))
+    found = mask.cache.get(whole)
+    if found is None:  # two threads may both make it; either's will do
+        found = mask.cache[whole] = make()
+        while len(mask.cache) > _KEEP:
+            mask.cache.pop(next(iter(mask.cache)), None)
     return found
 
 

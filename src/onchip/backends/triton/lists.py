@@ -21,13 +21,9 @@ def build(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> t
     parts = set(problem.mask_parts) - {"band"} - (set() if by_key else {"rows"})
     if not parts or problem.layout in ("cache", "paged"):
         return None, 0
-    mask = operands.mask
-    lengths = (tuple(operands.layout.q_lens), tuple(operands.layout.k_lens))
-    versions = tuple(0 if t.is_inference() else t._version for t in mask.tensors())
-    key = ("triton", by_key, problem.heads_q, problem.batch, problem.device, lengths, tiles, versions)
-    if key not in mask.cache:
-        mask.cache[key] = _lists(_kinds(problem, operands, tiles, by_key), by_key)
-    return mask.cache[key]
+    key = ("lists", by_key, tiles)
+    make = lambda: _lists(_kinds(problem, operands, tiles, by_key), by_key)  # noqa: E731
+    return schedule.keep(problem, operands.layout, operands.mask, key, make)
 
 
 def _kinds(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> Tensor:

@@ -17,9 +17,9 @@ class Config(NamedTuple):
 
 # (pass, largest head dim, itemsize) -> Config; the first row that fits is taken.
 TABLE: dict[tuple[str, int, int], Config] = {
-    # H200, 2026-11-29, bf16, 16384 tokens, N = 8192 or 16384, best of 5 to 7 candidates over full and causal. Small
-    # tiles of 4 warps win up to dim 128: two or three programs share a multiprocessor, and one's softmax overlaps
-    # another's products.
+    # H200, 2026-11-29, bf16, 16384 tokens, N = 8192 or 16384, best of 2 to 7 candidates over full and causal. Small
+    # tiles of 4 warps win up to dim 128: by registers two or three programs fit a multiprocessor, and one's softmax can
+    # overlap another's products.
     ("forward", 64, 2): Config(64, 128, 4, 3),
     ("forward", 128, 2): Config(64, 64, 4, 3),
     ("forward", 256, 2): Config(128, 64, 8, 2),
