@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,21 +57,8 @@ def attention(
     q, k, v = _cast(q, k, v)
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
-    place = problems.dense_layout(q, k, v)
-    out, lse = _run(
-        q,
-        k,
-        v,
-        place,
-        "dense",
-        mask,
-        score,
-        backend,
-        seed,
-        scale=scale,
-        dropout=dropout,
-        deterministic=deterministic,
-    )
+    place, problem = problems.dense(q, k, v, mask, score, scale, dropout, deterministic)
+    out, lse = autograd.apply(_call(problem, q, k, v, place, mask, score, backend, seed))
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 
@@ -111,20 +97,10 @@ def attention_varlen(
     place = varlen_layout(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     )
-    out, lse = _run(
-        q,
-        k,
-        v,
-        place,
-        "varlen",
-        mask,
-        score,
-        backend,
-        seed,
-        scale=scale,
-        dropout=dropout,
-        deterministic=deterministic,
+    problem = problems.state(
+        q, k, v, place, "varlen", mask, score, scale=scale, dropout=dropout, deterministic=deterministic
     )
+    out, lse = autograd.apply(_call(problem, q, k, v, place, mask, score, backend, seed))
     return (out, lse) if return_lse else out
 
 
@@ -170,19 +146,22 @@ def attention_with_cache(
     new = _check_new(q, k_cache, v_cache, k, v)
     place = cache_layout(q, k_cache, v_cache, new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     kind = "cache" if page_table is None else "paged"
-    call = _call(
-        q, k_cache, v_cache, place, kind, mask, score, backend, None, scale=scale, num_splits=num_splits
+    problem = problems.state(
+        q, k_cache, v_cache, place, kind, mask, score, scale=scale, num_splits=num_splits
     )
+    call = _call(problem, q, k_cache, v_cache, place, mask, score, backend, None)
     if rotary is not None:
         q, k = _rotate(rotary, q, k, place)
-    run = replace(call, operands=replace(call.operands, q=q))
+    call.operands = call.operands._replace(q=q)
     with torch.no_grad():
-        out, lse = autograd.apply(run) if k is None or v is None else _append_and_run(run, place, k, v)
+        out, lse = autograd.apply(call) if k is None or v is None else _append_and_run(call, place, k, v)
     return (out, lse) if return_lse else out
 
 
 def _cast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Under autocast, what torch.matmul would do: floating inputs, but not float64, to the autocast dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
     kind = q.device.type if isinstance(q, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -196,27 +175,20 @@ def _cast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 
 def _call(
+    problem: Problem,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     place: Layout,
-    kind: str,
     mask: Mask | None,
     score: Score | None,
     backend: str | None,
     seed: int | None,
-    **options: Any,
 ) -> Call:
-    select.check_name(backend)
-    problem = problems.state(q, k, v, place, kind, mask, score, **options)
     module = select.load(select.choose(problem, backend))
     mask, score = check_types(mask, score)
     operands = Operands(q, k, v, place, mask, score, problems.draw_seed(seed, problem.dropout))
     return Call(problem, operands, module, module.tiles(problem))
-
-
-def _run(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return autograd.apply(_call(*args, **options))
 
 
 def _refuse_grad(**tensors: Any) -> None:
@@ -315,7 +287,7 @@ def _as_cache(q: Any, k_cache: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     if not isinstance(k_cache, Tensor) or not isinstance(q, Tensor):
         return q, k, v
     kind = q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
     return tuple(
         x.to(k_cache.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in (q, k, v)

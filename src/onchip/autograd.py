@@ -1,4 +1,4 @@
-"""The one autograd function: every public call goes through `apply`."""
+"""Attention as a function with gradients: every public call goes through `apply`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from onchip.schedule import Tiles
 INPUTS = ("q", "k", "v", "bias", "alibi", "sink")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
-    """A problem bound to its backend; `operands` holds the tensors that get no gradient, the others come anew."""
+    """A problem bound to its backend; `operands` holds the tensors that get no gradient, the others come anew.
+
+    Not a named tuple: functorch would take that apart.
+    """
 
     problem: Problem
     operands: Operands
@@ -33,24 +36,25 @@ class Call:
         score = self.operands.score
         if (bias, alibi, sink) != (None, None, None):
             score = replace(score, bias=bias, alibi=alibi, sink=sink)
-        return replace(self.operands, q=q, k=k, v=v, score=score)
+        return self.operands._replace(q=q, k=k, v=v, score=score)
 
 
 def apply(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable in q, k, v, bias, alibi and sink."""
     operands, score = call.operands, call.operands.score
     tensors = (operands.q, operands.k, operands.v, score.bias, score.alibi, score.sink)
-    if any(is_batchedtensor(t) for t in _constants(operands)):
-        raise NotImplementedError(
-            "mask: under vmap its tensors (and a mod's) must be the same for every slice"
-        )
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if not wanted and not transformed:  # a third of a small call's host time
-        output = call.backend.forward(call.problem, operands, call.tiles)
-        return output.out, output.lse
-    out, lse, _ = _Attention.apply(call, *tensors)  # type: ignore[misc]
-    return out, lse
+    if torch._C._are_functorch_transforms_active():
+        if any(is_batchedtensor(t) for t in _constants(operands)):
+            raise NotImplementedError(
+                "mask: under vmap its tensors (and a mod's) must be the same for every slice"
+            )
+    elif forward_ad._current_level < 0:
+        if torch.is_grad_enabled():
+            for t in tensors:
+                if t is not None and t.requires_grad:
+                    return _Attention.apply(call, *tensors)[:2]  # type: ignore[misc]
+        return call.backend.forward(call.problem, operands, call.tiles)[:2]
+    return _Transformed.apply(call, *tensors)[:2]  # type: ignore[misc]
 
 
 def _constants(operands: Operands) -> tuple[Tensor, ...]:
@@ -59,34 +63,53 @@ def _constants(operands: Operands) -> tuple[Tensor, ...]:
     return (*operands.mask.tensors(), *(() if mod is None else mod.args), *operands.layout.tensors())  # type: ignore
 
 
+def _remember(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """What the backward pass needs; saved tensors raise when they were changed before it."""
+    call, *tensors = inputs
+    ctx.call = call
+    others = [t for t in _constants(call.operands) if not t.is_inference()]  # which cannot be saved
+    ctx.save_for_backward(*tensors, *output, *others)
+    if output[2] is not None:
+        ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _forward(call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return tuple(call.backend.forward(call.problem, call.bind(inputs), call.tiles))  # type: ignore[return-value]
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple:
+    tensors = ctx.saved_tensors
+    inputs, (out, lse, rest) = tensors[: len(INPUTS)], tensors[len(INPUTS) : len(INPUTS) + 3]
+    needs = frozenset(name for name, need in zip(INPUTS, ctx.needs_input_grad[1:], strict=True) if need)
+    if dout is None and dlse is None:
+        return (None,) * 7
+    if dout is None:
+        dout = torch.zeros_like(out)
+    # Only a graph of the gradient itself, or a transform, needs a function with rules of its own.
+    nested = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    gradient = _AttentionGrad.apply if nested else _AttentionGrad.forward
+    return None, *gradient(ctx.call, needs, dout, dlse, out, lse, rest, *inputs)  # type: ignore[misc]
+
+
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        output = call.backend.forward(call.problem, call.bind(inputs), call.tiles)
-        return output.out, output.lse, output.rest
+    """For a call outside of functorch: `apply` binds no signatures, a fifth of a small call's host time."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        call, *tensors = inputs
-        ctx.call = call
-        # These get no gradient; saved, they raise when they were changed before the backward pass. Inference tensors
-        # cannot be saved.
-        others = [t for t in _constants(call.operands) if not t.is_inference()]
-        ctx.save_for_backward(*tensors, *output, *others)
-        if output[2] is not None:
-            ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        output = _forward(*inputs)
+        _remember(ctx, inputs, output)
+        return output
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple:
-        tensors = ctx.saved_tensors
-        inputs, (out, lse, rest) = tensors[: len(INPUTS)], tensors[len(INPUTS) : len(INPUTS) + 3]
-        needs = frozenset(name for name, need in zip(INPUTS, ctx.needs_input_grad[1:], strict=True) if need)
-        if dout is None and dlse is None:
-            return (None,) * 7
-        if dout is None:
-            dout = torch.zeros_like(out)
-        return None, *_AttentionGrad.apply(ctx.call, needs, dout, dlse, out, lse, rest, *inputs)  # type: ignore
+    backward = staticmethod(_backward)  # type: ignore[assignment]
+
+
+class _Transformed(torch.autograd.Function):
+    """The same under functorch's transforms and forward-mode differentiation, with their rules."""
+
+    forward = staticmethod(_forward)  # type: ignore[assignment]
+    setup_context = staticmethod(_remember)  # type: ignore[assignment]
+    backward = staticmethod(_backward)  # type: ignore[assignment]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any):
@@ -94,7 +117,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, call: Call, *inputs: Tensor | None):
-        return _one_by_one(info, in_dims, _Attention.apply, call, *inputs)
+        return _one_by_one(info, in_dims, _Transformed.apply, call, *inputs)
 
 
 class _AttentionGrad(torch.autograd.Function):

@@ -325,6 +325,12 @@ class Mask:
         return Mask(unions=(Union((self, other)),))
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The kinds of parts that it has."""
+        kinds = ("band", "rows", "elements", "blocks", "unions")
+        return tuple(name for name in kinds if getattr(self, name) not in (None, ()))
+
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Every part but the band, whose arithmetic is on lengths alone."""
         return (*self.rows, *self.elements, *self.blocks, *self.unions)

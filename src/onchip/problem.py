@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class Problem:
     blocks: tuple[int, int] | None = None  # tile of a block-sparse mask
     k_bounded: bool = False  # seqlen_k is only a bound: the lengths of a cache are on the device
 
+    def __hash__(self) -> int:  # kept: a problem is the key of what each call looks up
+        try:
+            return self._hash  # type: ignore[attr-defined]
+        except AttributeError:
+            values = tuple(getattr(self, name) for name in self.__dataclass_fields__)
+            object.__setattr__(self, "_hash", hash(values))
+            return self._hash  # type: ignore[attr-defined]
+
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
@@ -72,8 +80,10 @@ class Problem:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
+# Named tuples: a call makes some of each, and a frozen dataclass takes four times as long to make (2 us).
+
+
+class Operands(NamedTuple):
     """The tensors of a problem. q, k, v in (batch, seqlen, heads, dim) order, or (total, heads, dim) when packed."""
 
     q: Tensor
@@ -85,17 +95,14 @@ class Operands:
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Output:
+class Output(NamedTuple):
     out: Tensor  # shaped as q, with dim_v
     lse: Tensor  # (batch, heads_q, seqlen_q) or (heads_q, total_q), natural log
-    rest: Tensor | None = (
-        None  # what lse lost to rounding, shaped as it: lse + rest is exact to twice the digits
-    )
+    # What lse lost to rounding, shaped as it: lse + rest is exact to twice the digits.
+    rest: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
+class Saved(NamedTuple):
     """What a backward pass needs besides the operands; `needs` names the gradients that are wanted."""
 
     out: Tensor
@@ -104,8 +111,7 @@ class Saved:
     needs: frozenset[str]
 
 
-@dataclass(frozen=True, eq=False)
-class Grads:
+class Grads(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
@@ -115,82 +121,139 @@ class Grads:
 
 
 def state(
-    q: Any, k: Any, v: Any, layout: Layout, kind: str, mask: Any, score: Any, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    layout: Layout,
+    kind: str,
+    mask: Any,
+    score: Any,
+    *,
+    scale: Any = None,
+    dropout: Any = 0.0,
+    deterministic: bool = True,
+    num_splits: int = 0,
+    device: str | None = None,
 ) -> Problem:
     """The Problem of a call, after every check of it. q, k, v as in Operands (meta tensors do)."""
     mask, score = check_types(mask, score)
-    problem = Problem(
-        layout=kind,
-        batch=layout.batch,
-        seqlen_q=layout.seqlen_q,
-        seqlen_k=layout.seqlen_k,
-        heads_q=q.shape[-2],
-        heads_k=k.shape[-2],
-        dim=q.shape[-1],
-        dim_v=v.shape[-1],
-        dtype=q.dtype,
-        device=options.pop("device", None) or q.device.type,
-        k_bounded=kind in ("cache", "paged") and q.device.type != "cpu",
-        scale=check_scale(options.pop("scale", None), q.shape[-1]),
-        dropout=check_dropout(options.pop("dropout", 0.0)),
-        mask_parts=tuple(
-            name
-            for name in ("band", "rows", "elements", "blocks", "unions")
-            if getattr(mask, name) not in (None, ())
-        ),
-        score_parts=tuple(
-            name for name in ("softcap", "alibi", "bias", "sink", "mod") if getattr(score, name) is not None
-        ),
-        blocks=(mask.blocks[0].tile_m, mask.blocks[0].tile_n) if mask.blocks else None,
-        **options,
-    )
+    dim = q.shape[-1]
+    problem = _problem(
+        kind, layout.batch, layout.seqlen_q, layout.seqlen_k, q.shape[-2], k.shape[-2], dim, v.shape[-1], q.dtype,
+        device or q.device.type, check_scale(scale, dim), check_dropout(dropout), deterministic, num_splits, mask.names,
+        score.names, _block_tile(mask), kind in ("cache", "paged") and q.device.type != "cpu",
+    )  # fmt: skip
+    check_fit(problem, mask, score)
+    return problem
+
+
+def _block_tile(mask: Mask) -> tuple[int, int] | None:
+    return (mask.blocks[0].tile_m, mask.blocks[0].tile_n) if mask.blocks else None
+
+
+def check_fit(problem: Problem, mask: Mask, score: Score) -> None:
+    """Raise where a tensor of the mask or score does not fit the problem."""
     if problem.mask_parts:
         mask.check(problem)
     if problem.score_parts:
         score.check(problem)
-    return problem
+
+
+_problem = lru_cache(maxsize=4096)(Problem)  # calls repeat theirs
 
 
 def dense_layout(q: Any, k: Any, v: Any) -> Dense:
     """The layout of (batch, seqlen, heads, dim) tensors, after the checks of their shapes and dtypes."""
     check_tensors(q, k, v, dims=4)
-    for name, x, axis, want in (
-        ("k", k, 0, q.shape[0]),
-        ("v", v, 0, q.shape[0]),
-        ("v", v, 1, k.shape[1]),
-    ):
-        if x.shape[axis] != want:
+    return _dense_layout(q.shape, k.shape, v.shape)
+
+
+@lru_cache(maxsize=4096)
+def _dense_layout(q: torch.Size, k: torch.Size, v: torch.Size) -> Dense:
+    for name, shape, axis, want in (("k", k, 0, q[0]), ("v", v, 0, q[0]), ("v", v, 1, k[1])):
+        if shape[axis] != want:
             what = ("batch", "seqlen_k")[axis]
-            raise ValueError(f"{name}: has {what} {x.shape[axis]} (shape {tuple(x.shape)}), expected {want}")
-    return Dense(q.shape[0], q.shape[1], k.shape[1])
+            raise ValueError(f"{name}: has {what} {shape[axis]} (shape {tuple(shape)}), expected {want}")
+    return Dense(q[0], q[1], k[1])
+
+
+def dense(
+    q: Any, k: Any, v: Any, mask: Any, score: Any, scale: Any, dropout: Any, deterministic: bool
+) -> tuple[Dense, Problem]:
+    """`dense_layout` and `state` of a dense call in one look-up: calls repeat their facts."""
+    check_strided(("q", "k", "v"), (q, k, v), 4)
+    mask, score = check_types(mask, score)
+    place, problem = _dense(
+        (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), mask.names,
+        score.names, _block_tile(mask), scale, dropout, deterministic,
+    )  # fmt: skip
+    check_fit(problem, mask, score)
+    return place, problem
+
+
+@lru_cache(maxsize=4096, typed=True)  # an error is not kept; typed: True is no scale, though it equals 1
+def _dense(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    mask_parts: tuple[str, ...],
+    score_parts: tuple[str, ...],
+    blocks: tuple[int, int] | None,
+    scale: Any,
+    dropout: Any,
+    deterministic: bool,
+) -> tuple[Dense, Problem]:
+    _check_facts(("q", "k", "v"), shapes, dtypes, devices, 4)
+    q, _, v = shapes
+    place = _dense_layout(*shapes)
+    problem = _problem(
+        "dense", place.batch, place.seqlen_q, place.seqlen_k, q[2], shapes[1][2], q[3], v[3], dtypes[0],
+        devices[0].type, check_scale(scale, q[3]), check_dropout(dropout), deterministic, 0, mask_parts,
+        score_parts, blocks,
+    )  # fmt: skip
+    return place, problem
 
 
 def check_tensors(q: Any, k: Any, v: Any, dims: int, k_name: str = "k", v_name: str = "v") -> None:
     """Rank, dtype, device, dim and head ratio of q, k and v."""
-    axes = "(batch, seqlen, heads, dim)" if dims == 4 else "(total, heads, dim)"
-    for name, x in (("q", q), (k_name, k), (v_name, v)):
+    names = ("q", k_name, v_name)
+    check_strided(names, (q, k, v), dims)
+    _check_facts(
+        names, (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype),
+        (q.device, k.device, v.device), dims,
+    )  # fmt: skip
+
+
+def check_strided(names: tuple[str, str, str], tensors: tuple[Any, Any, Any], dims: int) -> None:
+    for name, x in zip(names, tensors):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {axes}")
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {_axes(dims)}")
         if x.layout is not torch.strided:
-            raise TypeError(f"{name}: has layout {x.layout}, expected a strided tensor {axes}")
-    facts = tuple((name, x.shape, x.dtype, x.device) for name, x in (("q", q), (k_name, k), (v_name, v)))
-    _check_facts(facts, dims, axes)
+            raise TypeError(f"{name}: has layout {x.layout}, expected a strided tensor {_axes(dims)}")
 
 
-@lru_cache(maxsize=1024)  # calls repeat their shapes; an error is not kept
+def _axes(dims: int) -> str:
+    return "(batch, seqlen, heads, dim)" if dims == 4 else "(total, heads, dim)"
+
+
+@lru_cache(maxsize=4096)  # calls repeat their shapes; an error is not kept
 def _check_facts(
-    facts: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...], dims: int, axes: str
+    names: tuple[str, str, str],
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    dims: int,
 ) -> None:
-    (_, q, q_dtype, q_device), (k_name, k, _, _), (v_name, v, _, _) = facts
-    for name, shape, dtype, device in facts:
+    for name, shape, dtype, device in zip(names, shapes, dtypes, devices, strict=True):
         if len(shape) != dims:
-            raise ValueError(f"{name}: has shape {tuple(shape)}, expected {dims} dims: {axes}")
+            raise ValueError(f"{name}: has shape {tuple(shape)}, expected {dims} dims: {_axes(dims)}")
         if dtype not in DTYPES:
             raise TypeError(f"{name}: has dtype {dtype}, expected float16, bfloat16, float32 or float64")
-        if dtype is not q_dtype:
-            raise TypeError(f"{name}: has dtype {dtype}, expected {q_dtype} as for q")
-        if device != q_device:
-            raise ValueError(f"{name}: is on {device}, expected {q_device} as for q")
+        if dtype is not dtypes[0]:
+            raise TypeError(f"{name}: has dtype {dtype}, expected {dtypes[0]} as for q")
+        if device != devices[0]:
+            raise ValueError(f"{name}: is on {device}, expected {devices[0]} as for q")
+    (_, k_name, v_name), (q, k, v) = names, shapes
     heads_q, heads_k = q[-2], k[-2]
     if q[-1] == 0:
         raise ValueError(f"q: has dim 0 (shape {tuple(q)}), expected at least 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,13 @@ class Score:
     bias: Tensor | None = None
     sink: Tensor | None = None
     mod: Mod | Callable[..., Any] | None = None
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What is set."""
+        return tuple(
+            name for name in ("softcap", "alibi", "bias", "sink", "mod") if getattr(self, name) is not None
+        )
 
     def __post_init__(self) -> None:
         if self.softcap is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import cast
 
 from onchip.backends import Backend
@@ -17,6 +18,7 @@ BACKENDS = {
 AUTOMATIC = ("triton", "cpu")
 
 
+@cache
 def load(name: str) -> Backend:
     """The module of a backend."""
     return cast(Backend, importlib.import_module(BACKENDS[name]))
