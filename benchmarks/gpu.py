@@ -48,6 +48,19 @@ def measure(calls: dict[str, Callable[[], object]], repeats: int, pause: float) 
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, as a server replays it: without host time."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def error(out: torch.Tensor, q, k, v, mask: onchip.Mask | None) -> float:
     """Largest difference from float64 on sampled query rows of the first sequence and head."""
     rows = torch.randint(0, q.shape[1], (16,), device=q.device)
@@ -145,19 +158,29 @@ def masks(record: list[dict], repeats: int, pause: float) -> None:
 
 
 def decode(record: list[dict], repeats: int, pause: float) -> None:
-    """One new query over a cache, 32 query heads on 8 key heads, dim 128: GB/s of K and V."""
+    """One new query over a cache, 32 query heads on 8 key heads, dim 128, as a CUDA graph: GB/s of K and V."""
     for batch, length in ((1, 8192), (16, 8192), (64, 8192), (1, 65536), (16, 65536), (64, 65536)):
         cache = [torch.randn(batch, length, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         q = torch.randn(batch, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
         lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
-        ms = measure(
-            {"onchip": lambda c=cache, x=q, n=lengths: onchip.attention_with_cache(x, *c, cache_seqlens=n)},
-            repeats,
-            pause,
+        heads_first = [x.transpose(1, 2) for x in (q, *cache)]
+        calls = {
+            "onchip": lambda c=cache, x=q, n=lengths: onchip.attention_with_cache(x, *c, cache_seqlens=n),
+            "sdpa": lambda x=heads_first: F.scaled_dot_product_attention(*x, enable_gqa=True),
+        }
+        eager = measure({"onchip": calls["onchip"]}, repeats, pause)
+        ms = measure({name: captured(call) for name, call in calls.items()}, repeats, pause)
+        rate = {name: 2 * cache[0].nbytes / t / 1e6 for name, t in ms.items()}
+        row = {"case": "decode", "batch": batch, "keys": length, "ms": ms, "eager_ms": eager["onchip"]}
+        record.append(row | {"gb_per_s": rate})
+        print(
+            "decode",
+            batch,
+            length,
+            {n: round(r) for n, r in rate.items()},
+            f"{eager['onchip']:.3f}",
+            flush=True,
         )
-        rate = 2 * cache[0].nbytes / ms["onchip"] / 1e6
-        record.append({"case": "decode", "batch": batch, "keys": length, "ms": ms, "gb_per_s": rate})
-        print("decode", batch, length, f"{ms['onchip']:.3f} ms {rate:.0f} GB/s", flush=True)
 
 
 def host(record: list[dict]) -> None:

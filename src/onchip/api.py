@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
-from onchip import autograd, problem as problems, select
+from onchip import autograd, ops, problem as problems, select
 from onchip.autograd import Call
 from onchip.inputs import Rotary, cache_layout, varlen_layout
 from onchip.layout import Cache, Layout
@@ -57,8 +57,12 @@ def attention(
     q, k, v = _cast(q, k, v)
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
-    place, problem = problems.dense(q, k, v, mask, score, scale, dropout, deterministic)
-    out, lse = autograd.apply(_call(problem, q, k, v, place, mask, score, backend, seed))
+    if ops.traced():
+        rest = (mask, score, scale, dropout, seed, deterministic, backend)
+        out, lse = ops.attention(q, k, v, (None,) * 4, (None, None), *rest)
+    else:
+        place, problem = problems.dense(q, k, v, mask, score, scale, dropout, deterministic)
+        out, lse = autograd.apply(_call(problem, q, k, v, place, mask, score, backend, seed))
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 
@@ -94,6 +98,11 @@ def attention_varlen(
     Returns out (total_q, heads_q, dim_v) and, with return_lse, lse (heads_q, total_q). Otherwise as `attention`.
     """
     q, k, v = _cast(q, k, v)
+    if ops.traced():
+        lengths, longest = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), (max_seqlen_q, max_seqlen_k)
+        rest = (mask, score, scale, dropout, seed, deterministic, backend)
+        out, lse = ops.attention(q, k, v, lengths, longest, *rest)
+        return (out, lse) if return_lse else out
     place = varlen_layout(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     )
@@ -143,6 +152,11 @@ def attention_with_cache(
     if num_splits < 0:
         raise ValueError(f"num_splits: got {num_splits}, expected at least 0")
     q, k, v = _as_cache(q, k_cache, k, v)
+    if ops.traced():
+        places = (page_table, cache_batch_idx, cache_leftpad)
+        rest = (rotary, num_splits, mask, score, scale, backend)
+        out, lse = ops.attention_with_cache(q, k_cache, v_cache, k, v, cache_seqlens, places, *rest)
+        return (out, lse) if return_lse else out
     new = _check_new(q, k_cache, v_cache, k, v)
     place = cache_layout(q, k_cache, v_cache, new, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
     kind = "cache" if page_table is None else "paged"
@@ -151,10 +165,9 @@ def attention_with_cache(
     )
     call = _call(problem, q, k_cache, v_cache, place, mask, score, backend, None)
     if rotary is not None:
-        q, k = _rotate(rotary, q, k, place)
-    call.operands = call.operands._replace(q=q)
+        _check_rotary(rotary, q, place)
     with torch.no_grad():
-        out, lse = autograd.apply(call) if k is None or v is None else _append_and_run(call, place, k, v)
+        out, lse = _append_and_run(call, place, k, v, rotary)
     return (out, lse) if return_lse else out
 
 
@@ -224,11 +237,14 @@ def _check_new(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any) -> int:
     return k.shape[1]
 
 
-def _rotate(rotary: Any, q: Tensor, k: Tensor | None, place: Cache) -> tuple[Tensor, Tensor | None]:
-    """q and k turned to their positions: the last of each stands at the last key."""
+def _check_rotary(rotary: Any, q: Tensor, place: Cache) -> None:
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: got {type(rotary).__name__}, expected onchip.Rotary(cos, sin)")
-    rotary.check(q.shape[-1], place.seqlen_k - 1 if q.device.type == "cpu" else None)
+    rotary.check(q.shape[-1], place.seqlen_k - 1 if q.device.type == "cpu" else None, q.device)
+
+
+def _rotate(rotary: Rotary, q: Tensor, k: Tensor | None, place: Cache) -> tuple[Tensor, Tensor | None]:
+    """q and k turned to their positions: the last of each stands at the last key."""
     turned = []
     for x in (q, k):
         if x is None:
@@ -239,17 +255,31 @@ def _rotate(rotary: Any, q: Tensor, k: Tensor | None, place: Cache) -> tuple[Ten
     return turned[0], turned[1]
 
 
-def _append_and_run(call: Call, place: Cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Write k and v to their slots, then attend; an error, of a user's function say, takes them back."""
-    caches = call.operands.k, call.operands.v
-    where = _slots(place, *caches, k)
-    before = [cache[where] for cache in caches] if _has_user_code(call.problem) else None
-    for cache, new in zip(caches, (k, v), strict=True):
-        cache[where] = new
+def _append_and_run(
+    call: Call, place: Cache, k: Tensor | None, v: Tensor | None, rotary: Rotary | None
+) -> tuple[Tensor, Tensor]:
+    """Turn q and k, write k and v to their slots, then attend; an error, of a user's function say, takes them back."""
+    q, k_cache, v_cache, *others = call.operands
+    before = where = None
+    if k is not None:
+        _check_storage(k_cache, v_cache)
+        if k.device.type == "cpu":
+            _check_slots(*_slots(place, k))
+    append = getattr(call.backend, "append", None)
+    if append is not None and not _has_user_code(call.problem):
+        q = append(place, q, k_cache, v_cache, k, v, rotary)
+    else:
+        if rotary is not None:
+            q, k = _rotate(rotary, q, k, place)
+        if k is not None and v is not None:
+            where = _slots(place, k)
+            before = [cache[where] for cache in (k_cache, v_cache)] if _has_user_code(call.problem) else None
+            k_cache[where], v_cache[where] = k, v
+    call.operands = Operands(q, k_cache, v_cache, *others)
     try:
         return autograd.apply(call)
     except Exception:
-        for cache, old in zip(caches, before or (), strict=before is not None):
+        for cache, old in zip((k_cache, v_cache), before or (), strict=before is not None):
             cache[where] = old
         raise
 
@@ -258,24 +288,30 @@ def _has_user_code(problem: Problem) -> bool:
     return "mod" in problem.score_parts or bool({"elements", "unions"} & set(problem.mask_parts))
 
 
-def _slots(place: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, slot) of every new key in the caches."""
-    batch = torch.arange(k.shape[0], device=k.device)
-    row, slot = place.locate(batch, place.lengths - k.shape[1], k.shape[1])
+def _check_storage(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Caches that are appended to hold each slot once."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-            strides = cache.stride()
+        if 0 in cache.stride() and any(
+            stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)
+        ):
             raise ValueError(
-                f"{name}: is expanded (strides {strides}), expected storage of its own to append to"
+                f"{name}: is expanded (strides {cache.stride()}), expected storage of its own to append to"
             )
     if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
         raise ValueError("v_cache: shares its storage with k_cache, expected another tensor to append to")
-    places = row * max(k_cache.shape[1], 1) + slot
-    if k.device.type == "cpu" and places.unique().numel() < places.numel():
+
+
+def _slots(place: Cache, k: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, slot) of every new key in the caches."""
+    batch = torch.arange(k.shape[0], device=k.device)
+    return place.locate(batch, place.lengths - k.shape[1], k.shape[1])
+
+
+def _check_slots(row: Tensor, slot: Tensor) -> None:
+    if torch.stack([row, slot]).flatten(1).unique(dim=1).shape[1] < row.numel():
         raise ValueError(
             "k: two sequences would append to one slot, expected distinct cache_batch_idx or pages"
         )
-    return row, slot
 
 
 def _as_cache(q: Any, k_cache: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -287,7 +323,11 @@ def _as_cache(q: Any, k_cache: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     if not isinstance(k_cache, Tensor) or not isinstance(q, Tensor):
         return q, k, v
     kind = q.device.type
-    if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if (
+        not torch._C._is_any_autocast_enabled()
+        or not torch.amp.is_autocast_available(kind)
+        or not torch.is_autocast_enabled(kind)
+    ):
         return q, k, v
     return tuple(
         x.to(k_cache.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in (q, k, v)

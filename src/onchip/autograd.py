@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 from torch.autograd import forward_ad
 
+from onchip import select
 from onchip.backends import Backend
 from onchip.problem import Operands, Problem, Saved
 from onchip.schedule import Tiles
@@ -20,7 +21,7 @@ INPUTS = ("q", "k", "v", "bias", "alibi", "sink")
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A problem bound to its backend; `operands` holds the tensors that get no gradient, the others come anew.
+    """A problem bound to its backend.
 
     Not a named tuple: functorch would take that apart.
     """
@@ -30,13 +31,21 @@ class Call:
     backend: Backend
     tiles: Tiles
 
+    def unbound(self) -> Call:
+        """Without the tensors that may get a gradient: who saves those decides how long they live."""
+        _, _, _, layout, mask, score, seed = self.operands
+        if (score.bias, score.alibi, score.sink) != (None, None, None):
+            score = replace(score, bias=None, alibi=None, sink=None)
+        operands = Operands(None, None, None, layout, mask, score, seed)  # type: ignore[arg-type]
+        return Call(self.problem, operands, self.backend, self.tiles)
+
     def bind(self, inputs: tuple[Tensor | None, ...]) -> Operands:
+        """The operands with these for their q, k, v, bias, alibi and sink."""
         q, k, v, bias, alibi, sink = inputs
-        assert q is not None and k is not None and v is not None
-        score = self.operands.score
+        _, _, _, layout, mask, score, seed = self.operands
         if (bias, alibi, sink) != (None, None, None):
             score = replace(score, bias=bias, alibi=alibi, sink=sink)
-        return self.operands._replace(q=q, k=k, v=v, score=score)
+        return Operands(q, k, v, layout, mask, score, seed)  # type: ignore[arg-type]
 
 
 def apply(call: Call) -> tuple[Tensor, Tensor]:
@@ -66,7 +75,7 @@ def _constants(operands: Operands) -> tuple[Tensor, ...]:
 def _remember(ctx: Any, inputs: tuple, output: tuple) -> None:
     """What the backward pass needs; saved tensors raise when they were changed before it."""
     call, *tensors = inputs
-    ctx.call = call
+    ctx.call = call.unbound()
     others = [t for t in _constants(call.operands) if not t.is_inference()]  # which cannot be saved
     ctx.save_for_backward(*tensors, *output, *others)
     if output[2] is not None:
@@ -128,7 +137,8 @@ class _AttentionGrad(torch.autograd.Function):
         call: Call, needs: frozenset[str], dout: Tensor, dlse: Tensor | None, out, lse, rest, *inputs
     ):
         saved = Saved(out, lse, rest, needs)
-        grads = call.backend.backward(call.problem, call.bind(inputs), saved, dout, dlse, call.tiles)
+        backend = select.backward_of(call.backend)
+        grads = backend.backward(call.problem, call.bind(inputs), saved, dout, dlse, call.tiles)
         return tuple(getattr(grads, name) for name in INPUTS)
 
     @staticmethod

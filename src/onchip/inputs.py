@@ -43,8 +43,12 @@ class Rotary:
                 "same (positions, rotary_dim / 2)"
             )
 
-    def check(self, dim: int, last: int | None) -> None:
-        """Raise ValueError where the tables are too wide for dim, or end before position `last` (None: unknown)."""
+    def check(self, dim: int, last: int | None, device: torch.device | None = None) -> None:
+        """Raise ValueError where the tables are too wide for dim, end before position `last` (None: unknown), or are
+        on another device."""
+        for name, x in (("cos", self.cos), ("sin", self.sin)):
+            if device is not None and x.device != device:
+                raise ValueError(f"rotary: {name} is on {x.device}, expected {device} as for q")
         if 2 * self.cos.shape[1] > dim:
             raise ValueError(
                 f"rotary: cos has {self.cos.shape[1]} columns, expected at most dim / 2 = {dim // 2}"
@@ -59,7 +63,7 @@ class Rotary:
         # Queries before the first key stand at negative positions: cos(-x) = cos(x), sin(-x) = -sin(x).
         index = positions.abs().clamp(max=max(self.cos.shape[0] - 1, 0))
         cos, sin = (t.to(wide)[index][:, :, None] for t in (self.cos, self.sin))
-        sin = sin * positions.sign()[:, :, None, None]
+        sin = torch.where((positions < 0)[:, :, None, None], -sin, sin)
         head, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
         a, b = (
             (head[..., 0::2], head[..., 1::2]) if self.interleaved else (head[..., :half], head[..., half:])
@@ -180,40 +184,36 @@ def cache_layout(
     batch, device = q.shape[0], q.device
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int64, device=device)
-    seqlens = integers("cache_seqlens", cache_seqlens, (batch,), q).long()
-    pad = (
-        torch.zeros_like(seqlens)
-        if leftpad is None
-        else integers("cache_leftpad", leftpad, (batch,), q).long()
-    )
+    used = integers("cache_seqlens", cache_seqlens, (batch,), q)
+    pads = None if leftpad is None else integers("cache_leftpad", leftpad, (batch,), q)
+    rows = None
     if page_table is None:
-        index = _cache_rows(q, k_cache, batch_idx)
+        rows = _cache_rows(q, k_cache, batch_idx)
         capacity, page_size = k_cache.shape[1], 0
     else:
-        index = torch.zeros_like(seqlens)
         page_table, page_size = _pages(q, k_cache, page_table, batch_idx), k_cache.shape[1]
         capacity = page_table.shape[1] * page_size
-    lengths, longest = seqlens + new - pad, capacity
-    if device.type == "cpu":
-        _check_capacity(seqlens, new, capacity, page_size)
-        if (pad < 0).any() or (pad > seqlens).any():
-            at = int(((pad < 0) | (pad > seqlens)).nonzero()[0])
-            raise ValueError(
-                f"cache_leftpad: got {int(pad[at])} for sequence {at}, expected 0 to {int(seqlens[at])}"
-            )
-        if page_table is not None:
-            _check_pages(page_table, seqlens + new, page_size, k_cache.shape[0])
-        longest = int(lengths.max()) if batch else 0
-    return Cache(q.shape[1], longest, lengths, pad, index, page_table, page_size)
+    if device.type != "cpu":
+        return Cache(q.shape[1], capacity, used, new, pads, rows, page_table, page_size)
+    _check_capacity(used, new, capacity, page_size)
+    if pads is not None and ((pads < 0) | (pads > used)).any():
+        at = int(((pads < 0) | (pads > used)).nonzero()[0])
+        raise ValueError(
+            f"cache_leftpad: got {int(pads[at])} for sequence {at}, expected 0 to {int(used[at])}"
+        )
+    if page_table is not None:
+        _check_pages(page_table, used + new, page_size, k_cache.shape[0])
+    longest = int((used if pads is None else used - pads).max()) + new if batch else 0
+    return Cache(q.shape[1], longest, used, new, pads, rows, page_table, page_size)
 
 
-def _cache_rows(q: Tensor, k_cache: Tensor, batch_idx: Any) -> Tensor:
+def _cache_rows(q: Tensor, k_cache: Tensor, batch_idx: Any) -> Tensor | None:
     batch, rows = q.shape[0], k_cache.shape[0]
     if batch_idx is None:
         if rows < batch:
             raise ValueError(f"k_cache: has {rows} rows, expected at least the batch, {batch}")
-        return torch.arange(batch, device=q.device)
-    index = integers("cache_batch_idx", batch_idx, (batch,), q).long()
+        return None
+    index = integers("cache_batch_idx", batch_idx, (batch,), q)
     if index.device.type == "cpu" and ((index < 0) | (index >= rows)).any():
         raise ValueError(
             f"cache_batch_idx: got {index.tolist()[:8]}, expected 0 to {rows - 1}, the rows of k_cache"

@@ -121,23 +121,39 @@ def _write_packed(tensor: Tensor, cu_seqlens: Tensor, batch: Tensor, heads: slic
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Queries dense; keys in slots [leftpad, leftpad + k_len) of a cache row, or of the pages of a page table.
+    """Queries dense; keys in slots [leftpad, used + new) of a cache row, or of the pages of a page table.
 
     Contiguous: (batch_cache, capacity, heads_k, dim), row `index[b]`. Paged: (num_pages, page_size, heads_k, dim),
     slot s of sequence b is row s % page_size of page page_table[b, s // page_size].
+    What was not given stays None, so that a decoding step on a GPU makes no tensor that its kernel can do without.
     """
 
     seqlen_q: int
     seqlen_k: int
-    lengths: Tensor  # (batch,) keys of each sequence
-    leftpad: Tensor  # (batch,)
-    index: Tensor  # (batch,) cache row of each sequence; unused when paged
+    used: Tensor  # (batch,) slots in use before this call's keys were appended
+    new: int  # keys that the call appends
+    pads: Tensor | None  # (batch,)
+    rows: Tensor | None  # (batch,) cache row of each sequence; None when paged: sequence b has row b
     page_table: Tensor | None
     page_size: int
 
     @property
     def batch(self) -> int:
-        return self.lengths.numel()
+        return self.used.numel()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(batch,) keys of each sequence."""
+        total = self.used.long() + self.new
+        return total if self.pads is None else total - self.pads
+
+    @cached_property
+    def leftpad(self) -> Tensor:
+        return torch.zeros_like(self.lengths) if self.pads is None else self.pads.long()
+
+    @cached_property
+    def index(self) -> Tensor:
+        return torch.arange(self.batch, device=self.used.device) if self.rows is None else self.rows.long()
 
     @property
     def q_lens(self) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,6 +97,9 @@ def build(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Schedul
     )
 
 
+_ABSENT: Any = object()
+
+
 def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callable[[], T]) -> T:
     """What `make` builds from a mask for this problem's sizes, kept with the mask among the last few such things."""
     tensors = mask.tensors()
@@ -111,8 +114,8 @@ def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callabl
         problem.device,
     )
     whole = (*key, sizes, tuple(layout.q_lens), tuple(layout.k_lens), tuple(t._version for t in tensors))
-    found = mask.cache.get(whole)
-    if found is None:  # two threads may both make it; either's will do
+    found = mask.cache.get(whole, _ABSENT)
+    if found is _ABSENT:  # two threads may both make it; either's will do
         found = mask.cache[whole] = make()
         while len(mask.cache) > _KEEP:
             mask.cache.pop(next(iter(mask.cache)), None)

@@ -11,17 +11,33 @@ from onchip.problem import Problem
 
 # Every backend, fastest first. The reference is dense: it runs only by name.
 BACKENDS = {
+    "hopper": "onchip.backends.hopper",
     "triton": "onchip.backends.triton",
     "cpu": "onchip.backends.cpu",
     "reference": "onchip.backends.reference",
 }
-AUTOMATIC = ("triton", "cpu")
+AUTOMATIC = ("hopper", "triton", "cpu")
 
 
 @cache
 def load(name: str) -> Backend:
     """The module of a backend."""
     return cast(Backend, importlib.import_module(BACKENDS[name]))
+
+
+def backward_of(backend: Backend) -> Backend:
+    """Who runs the backward pass of a forward pass there."""
+    name = getattr(backend, "BACKWARD", None)
+    return backend if name is None else load(name)
+
+
+def _reason(name: str, problem: Problem, automatic: bool) -> str | None:
+    """Why a backend does not run a problem; None where it does."""
+    backend = load(name)
+    reason = backend.refuse(problem)
+    if reason is None and automatic and hasattr(backend, "yields"):
+        return backend.yields(problem)  # type: ignore[attr-defined]
+    return reason
 
 
 def check_name(name: object) -> None:
@@ -31,7 +47,7 @@ def check_name(name: object) -> None:
 
 def refusals(problem: Problem) -> dict[str, str]:
     """Backend -> reason, for every backend that would not run this problem by itself."""
-    reasons = {name: load(name).refuse(problem) for name in BACKENDS}
+    reasons = {name: _reason(name, problem, automatic=True) for name in BACKENDS}
     reasons["reference"] = reasons["reference"] or "it is dense, N x N, and runs only by name"
     if problem.device == "cpu":
         reasons["triton"] = reasons["triton"] or "it is interpreted, and runs only by name"
@@ -46,7 +62,7 @@ def choose(problem: Problem, name: str | None = None) -> str:
         candidates = ("cpu",)  # Triton's interpreter runs only by name
     reasons = {}
     for candidate in candidates:
-        reason = load(candidate).refuse(problem)
+        reason = _reason(candidate, problem, automatic=name is None)
         if reason is None:
             return candidate
         reasons[candidate] = reason

@@ -21,7 +21,8 @@ from triton.runtime import driver
 
 import onchip
 from onchip import problem as problems
-from onchip.backends.triton import arguments, launch
+from onchip.backends.triton import arguments, backward_pass, forward_pass, launch
+from onchip.backends.triton.table import Facts
 from onchip.problem import Operands, Saved
 
 CASES = {
@@ -29,6 +30,12 @@ CASES = {
     "causal d128": (128, onchip.causal(), onchip.Score(), 0.0),
     "full d256": (256, onchip.Mask(), onchip.Score(), 0.0),
     "window d128": (128, onchip.window(300, 5), onchip.Score(), 0.0),
+    "blocks d128": (
+        128,
+        onchip.block_sparse(torch.ones(8, 8, dtype=torch.bool), tile=(128, 128)),
+        onchip.Score(),
+        0.0,
+    ),
     "where d128": (128, onchip.where(lambda b, h, q, k: (k <= q) | (k % 64 == 0)), onchip.Score(), 0.0),
     "dropout d64": (64, onchip.causal(), onchip.Score(), 0.1),
     "score d64": (
@@ -74,17 +81,14 @@ class Offline(DriverBase):
         raise NotImplementedError
 
 
-class Recorder:
-    """In a kernel's place: compiles where the kernel would launch."""
+def record(found: list):
+    """In place of `Step.run`: compiles where the step would launch."""
 
-    def __init__(self, kernel, found: list):
-        self.kernel, self.found = kernel, found
+    def compile_only(step, changing: tuple, steady: bool) -> None:
+        compiled = step.kernel.warmup(*changing, *step.rest, grid=(1,), **step.meta)
+        found.append((step.kernel.fn.__name__, compiled))
 
-    def __getitem__(self, grid):
-        def compile_only(*args, **kwargs):
-            self.found.append((self.kernel.fn.__name__, self.kernel.warmup(*args, grid=(1,), **kwargs)))
-
-        return compile_only
+    return compile_only
 
 
 def registers(ptx: str, arch: int) -> tuple[int, int]:
@@ -109,21 +113,21 @@ def main(spec: str) -> None:
     )
     driver.set_active(Offline())
     major = int(arch) // 10 if backend == "cuda" else 0
-    launch.device_facts = arguments.device_facts = lambda index: (major, 132)
+    for module in (arguments, forward_pass, backward_pass):
+        module.device_facts = lambda index: Facts(major, 132, "")
     found: list = []
-    for name in ("forward_kernel", "combine_kernel"):
-        setattr(launch, name, Recorder(getattr(launch, name), found))
-    for name in ("delta_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel"):
-        setattr(launch.kernels, name, Recorder(getattr(launch.kernels, name), found))
-    for case, (dim, mask, score, dropout) in CASES.items():
+    launch.Step.run = record(found)
+    wanted = sys.argv[2:] or CASES
+    for case in wanted:
+        dim, mask, score, dropout = CASES[case]
         q = torch.empty(1, 1024, 4, dim, dtype=torch.bfloat16)
         place = problems.dense_layout(q, q, q)
         problem = problems.state(q, q, q, place, "dense", mask, score, dropout=dropout)
         operands = Operands(q, q, q, place, mask, score)
         found.clear()
-        output = launch.forward(problem, operands)
+        output = forward_pass.forward(problem, operands)
         needs = frozenset({"q", "k", "v"} | {n for n in ("bias", "alibi") if getattr(score, n) is not None})
-        launch.backward(
+        backward_pass.backward(
             problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(q), None
         )
         for kernel, compiled in found:

@@ -1,7 +1,7 @@
 """The Triton backend's tests: on a GPU where there is one, else under Triton's interpreter on the CPU.
 
 They run in a process of their own (`make test` starts it), because the interpreter is chosen once for a process. It is
-slow, so each run without a GPU takes one share of the contract in SHARES, another one each time;
+slow, so each run without a GPU takes one share of the contract and the cases in SHARES, another one each time;
 ONCHIP_INTERPRETER_SHARE=0, 1, ... repeats it, and =all runs the whole.
 """
 
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-SHARES = 6
+SHARES = 10
 
+collect_ignore = []
 if not torch.cuda.is_available():
+    collect_ignore.append("test_device.py")  # sizes and tools that only a GPU has
     os.environ["TRITON_INTERPRET"] = "1"
     # Set before the workers start, which inherit it.
     os.environ.setdefault("ONCHIP_INTERPRETER_SHARE", str(random.SystemRandom().randrange(SHARES)))
@@ -30,6 +32,7 @@ def pytest_collection_modifyitems(items):
     share = os.environ.get("ONCHIP_INTERPRETER_SHARE", "all")
     if share == "all":
         return
-    contract = [item for item in items if item.path.name == "test_contract_triton.py"]
+    large = ("test_contract_triton.py", "test_cases_triton.py")
+    contract = [item for item in items if item.path.name in large]
     kept = set(contract[int(share) :: SHARES])
     items[:] = [item for item in items if item not in contract or item in kept]

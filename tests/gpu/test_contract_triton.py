@@ -11,5 +11,5 @@ class TestTriton(Contract):
     target = Target(
         "triton",
         device="cuda" if ON_GPU else "cpu",
-        dtypes=("float32", "float16", "bfloat16") if ON_GPU else ("float32",),
+        dtypes=("float32", "float16", "bfloat16") if ON_GPU else ("float32", "float16"),
     )

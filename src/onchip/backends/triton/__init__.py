@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
+from onchip.inputs import Rotary
+from onchip.layout import Cache
 from onchip.problem import Grads, Operands, Output, Problem, Saved
 from onchip.schedule import Tiles
 
+_INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # chosen once for a process, when kernels are defined
+
 
 def refuse(problem: Problem) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "triton is not installed"
-    if problem.device != "cuda" and not (interpreted and problem.device == "cpu"):
+    if problem.device != "cuda" and not (_INTERPRETED and problem.device == "cpu"):
         return f"the tensors are on {problem.device}; it runs on cuda"
     if problem.dtype is torch.float64:
         return "float64: its kernels compute in float32"
-    if interpreted and problem.dtype is torch.bfloat16:
+    if _INTERPRETED and problem.dtype is torch.bfloat16:
         return "bfloat16: Triton's interpreter computes its products wrongly"
     if max(problem.dim, problem.dim_v) > 512:
         return f"head dim {max(problem.dim, problem.dim_v)}: its tiles hold at most 512"
     return None
 
 
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=4096)
 def tiles(problem: Problem) -> Tiles:
     """Tiles of the forward pass."""
     from onchip.backends.triton.arguments import device_facts
     from onchip.backends.triton.table import config
 
-    chosen = config(problem, "forward", device_facts(0)[0], problem.seqlen_q)
+    chosen = config(problem, "forward", device_facts(0), problem.seqlen_q)
     return Tiles(chosen.tile_m, chosen.tile_n)
 
 
@@ -42,14 +54,28 @@ def extra_memory(problem: Problem, tiles: Tiles) -> int:
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
-    from onchip.backends.triton import launch
+    from onchip.backends.triton.forward_pass import forward
 
-    return launch.forward(problem, operands)
+    return forward(problem, operands)
+
+
+def append(
+    layout: Cache,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary: Rotary | None,
+) -> Tensor:
+    from onchip.backends.triton.append_pass import append
+
+    return append(layout, q, k_cache, v_cache, k, v, rotary)
 
 
 def backward(
     problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
 ) -> Grads:
-    from onchip.backends.triton import launch
+    from onchip.backends.triton.backward_pass import backward
 
-    return launch.backward(problem, operands, saved, dout, dlse)
+    return backward(problem, operands, saved, dout, dlse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -12,155 +12,217 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip import dropout, rules
-from onchip.backends.triton import emit, lists
-from onchip.backends.triton.parts import Drop, Place, Rows, Scores, View
-from onchip.backends.triton.table import Config
-from onchip.layout import Cache, Varlen
-from onchip.mask import Rows as RowsPart
+from onchip.backends.compiled import arguments, emit
+from onchip.backends.compiled.terms import Rows, Scores
+from onchip.backends.triton.parts import Drop, Place, View
+from onchip.backends.triton.table import Facts
+from onchip.layout import Cache, Dense, Layout
 from onchip.problem import Operands, Problem
 from onchip.schedule import Tiles
 
+# Masks and scores that are a few numbers (and a sink): nothing of theirs needs a look at each call.
+_FEW_PARTS = ((), ("band",))
+_FEW_SCORES = ((), ("softcap",), ("sink",), ("softcap", "sink"))
+_DENSE, _PLAIN = Place(), Scores()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def four_strides(tensor: Tensor) -> tuple[int, ...]:
+    """(batch, row, head, dim); packed tensors have no batch."""
+    return tensor.stride() if tensor.dim() == 4 else (0, *tensor.stride())
+
+
+def make_view(fields: tuple) -> View:
+    """`View(*fields)` at half of its time."""
+    return tuple.__new__(View, fields)
 
 
 def view(tensor: Tensor) -> View:
     """(batch, row, head, dim) or packed (row, head, dim)."""
-    strides = tensor.stride() if tensor.dim() == 4 else (0, *tensor.stride())
-    return View(tensor, *strides)
+    return make_view((tensor, *four_strides(tensor)))
 
 
-def lse_view(lse: Tensor) -> View:
-    """(batch, heads, rows), or packed (heads, rows)."""
-    batch, head, row = lse.stride() if lse.dim() == 3 else (0, *lse.stride())
-    return View(lse, batch, row, head, 1)
+def modifies(problem: Problem) -> bool:
+    """Whether scores are more than scaled products."""
+    return not {"softcap", "alibi", "bias", "mod"}.isdisjoint(problem.score_parts)
+
+
+def with_values(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The problem with values of one zero in place of none."""
+    values = operands.k.new_zeros((*operands.k.shape[:-1], 1))
+    return replace(problem, dim_v=1), operands._replace(v=values)
 
 
 def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@lru_cache(maxsize=256)
+def _dims(dim: int, dim_v: int) -> dict[str, int]:
+    return {"D": dim, "DIM": max(power(dim), 16), "DV": dim_v, "DIM_V": max(power(dim_v), 16)}
+
+
 @lru_cache(maxsize=16)
-def device_facts(index: int) -> tuple[int, int]:
-    """(compute capability major, multiprocessors); the interpreter counts as the newest."""
+def device_facts(index: int) -> Facts:
+    """The interpreter counts as the newest device."""
     if INTERPRETED or not torch.cuda.is_available():
-        return 9, 4
+        return Facts(9, 4, "")
     properties = torch.cuda.get_device_properties(index)
     major = properties.major if torch.version.hip is None else 0
-    return major, properties.multi_processor_count
+    return Facts(major, properties.multi_processor_count, properties.name)
 
 
-def descriptor(tensor: Tensor, rows: int, dim: int) -> TensorDescriptor | None:
-    """A descriptor of [rows, dim] blocks for the bulk copy engine; None where the engine cannot address the tensor."""
-    index = tensor.device.index or 0
-    strides = tensor.stride()
-    aligned = (
-        all(s * tensor.itemsize % 16 == 0 and s > 0 for s in strides[:-1]) and tensor.data_ptr() % 16 == 0
-    )
-    if device_facts(index)[0] < 9 or not aligned or strides[-1] != 1 or dim > 256 or tensor.numel() == 0:
+def described(tensor: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
+    """A descriptor whose fields but its base are known: its own checks take longer than all else of a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(fields, base=tensor)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    shape: torch.Size, strides: tuple[int, ...], itemsize: int, rows: int, dim: int, major: int
+) -> dict[str, Any] | None:
+    """Fields of a descriptor of [rows, dim] blocks; None where the bulk copy engine cannot address such a tensor."""
+    aligned = all(s * itemsize % 16 == 0 and s > 0 for s in strides[:-1])
+    if major < 9 or not aligned or strides[-1] != 1 or dim > 256 or 0 in shape:
         return None
-    four = tensor if tensor.dim() == 4 else tensor[None]
-    batch, row, head, _ = four.stride()
-    shape = [four.shape[0], four.shape[2], four.shape[1], four.shape[3]]
-    if four.shape[0] == 1:
-        batch = max(batch, row * four.shape[1], 16)
+    batches, length, heads, depth = shape if len(shape) == 4 else (1, *shape)
+    batch, row, head, _ = strides if len(strides) == 4 else (0, *strides)
+    if batches == 1:
+        batch = max(batch, row * length, 16)
         batch += -batch % 16
-    return TensorDescriptor(four, shape, [batch, head, row, 1], [1, 1, rows, dim])
+    like = torch.empty(0, dtype={2: torch.float16, 4: torch.float32}[itemsize])
+    made = TensorDescriptor(like, [batches, heads, length, depth], [batch, head, row, 1], [1, 1, rows, dim])
+    return {name: value for name, value in made.__dict__.items() if name != "base"}
 
 
-def _as_rows(lo: Tensor | None, hi: Tensor | None) -> Rows:
-    """Bounds (batch | 1, queries | 1) as int32 with their strides; either may be absent."""
-    present = [x for x in (lo, hi) if x is not None]
-    if not present:
-        return Rows()
-    shape = torch.broadcast_shapes(*(x.shape for x in present))
-    lo, hi = (None if x is None else x.int().expand(shape).contiguous() for x in (lo, hi))
-    return Rows(lo, hi, shape[1] if shape[0] > 1 else 0, 1 if shape[1] > 1 else 0)
+def _row(tensor: Tensor | None) -> Tensor | None:
+    """A tensor whose last elements are neighbours, as kernels read lengths and tables."""
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
-@dataclass(frozen=True, eq=False)
+def cache_place(layout: Cache) -> Place:
+    used, pads = _row(layout.used), _row(layout.pads)
+    pages = _row(layout.page_table)
+    if pages is None:
+        return Place(used=used, leftpad=pads, index=_row(layout.rows))
+    return Place(
+        used=used, leftpad=pads, page_table=pages, page_stride=pages.stride(0), page_size=layout.page_size
+    )
+
+
+def _place(layout: Layout) -> Place:
+    if isinstance(layout, Dense):
+        return _DENSE
+    if isinstance(layout, Cache):
+        return cache_place(layout)
+    return Place(*(_row(x) for x in (layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k)))
+
+
 class Launch:
     """The arguments that the passes share."""
 
-    problem: Problem
-    operands: Operands
+    def __init__(self, problem: Problem, operands: Operands):
+        self.problem, self.operands = problem, operands
+        self.place = _place(operands.layout)
+        self.new = operands.layout.new if isinstance(operands.layout, Cache) else 0
+        self.key = self._key()
 
-    @cached_property
+    def _key(self) -> tuple | None:
+        """What determines every argument but addresses, lengths and seeds; None: it takes more than a few numbers."""
+        problem, operands = self.problem, self.operands
+        if problem.mask_parts not in _FEW_PARTS or problem.score_parts not in _FEW_SCORES:
+            return None
+        q, k, v, score = operands.q, operands.k, operands.v, operands.score
+        place = None
+        if self.place is not _DENSE:
+            place = tuple([x.dtype if isinstance(x, Tensor) else x for x in self.place])
+        sink = None if score.sink is None else score.sink.dtype
+        device = q.device.index
+        return (
+            problem,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            operands.mask.band,
+            score.softcap,
+            sink,
+            place,
+            device,
+        )
+
+    @property
+    def place_tensors(self) -> list[Tensor]:
+        return [] if self.place is _DENSE else [x for x in self.place if isinstance(x, Tensor)]
+
+    @property
+    def seed(self) -> tuple[int, int]:
+        """Its low and high word, as int32."""
+        seed = self.operands.seed
+        if seed == 0:
+            return 0, 0
+        return (seed + 2**31) % 2**32 - 2**31, ((seed >> 32) + 2**31) % 2**32 - 2**31
+
+    def geometries(self, pair: tuple[Tensor, Tensor], rows: int) -> tuple[dict, dict] | None:
+        """Fields of [rows, dim] and [rows, dim_v] descriptors of two tensors; None where one cannot have any."""
+        if self.problem.layout not in ("dense", "varlen"):
+            return None
+        a, b = pair
+        major = device_facts(a.device.index or 0).major
+        first = _geometry(a.shape, a.stride(), a.itemsize, rows, self.dims["DIM"], major)
+        second = _geometry(b.shape, b.stride(), b.itemsize, rows, self.dims["DIM_V"], major)
+        return None if first is None or second is None else (first, second)
+
+    def descriptors(self, pair: tuple[Tensor, Tensor], rows: int) -> tuple[Any, Any]:
+        """For the bulk copy engine: of two tensors, of dim and dim_v, both or none."""
+        fields = self.geometries(pair, rows)
+        if fields is None or any(x.data_ptr() % 16 for x in pair):
+            return None, None
+        return described(pair[0], fields[0]), described(pair[1], fields[1])
+
+    @property
     def dims(self) -> dict[str, int]:
-        dim, dim_v = self.problem.dim, self.problem.dim_v
-        return {"D": dim, "DIM": max(power(dim), 16), "DV": dim_v, "DIM_V": max(power(dim_v), 16)}
+        return _dims(self.problem.dim, self.problem.dim_v)
 
-    @cached_property
+    @property
     def lengths(self) -> tuple[int, int]:
         return self.problem.seqlen_q, self.problem.seqlen_k
-
-    @cached_property
-    def place(self) -> Place:
-        layout = self.operands.layout
-        if isinstance(layout, Varlen):
-            return Place(layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k)
-        if isinstance(layout, Cache):
-            pages = layout.page_table
-            if pages is None:
-                return Place(lengths=layout.lengths, leftpad=layout.leftpad, index=layout.index)
-            return Place(
-                lengths=layout.lengths, leftpad=layout.leftpad, page_table=pages, page_stride=pages.stride(0),
-                page_size=layout.page_size,
-            )  # fmt: skip
-        return Place()
 
     @cached_property
     def band(self) -> rules.Band:
         return self.operands.mask.band or rules.Band()
 
-    def _bounds(self, part: RowsPart) -> Rows:
-        """The interval of every query under a rows part."""
-        q = torch.arange(max(self.problem.seqlen_q, 1), device=self.operands.q.device).view(1, 1, -1, 1)
-        q_len, k_len = self.operands.layout.device_lengths()
-        value = part.value
-        if isinstance(value, Tensor) and value.dim() == 1:
-            value = value.view(-1, 1, 1, 1)
-        found = part.interval(q, q_len, k_len, value)
-        lo, hi = (None if x is None else torch.as_tensor(x, device=q.device) for x in found)
-        return _as_rows(
-            *(x if x is None else x.reshape((1,) * (4 - x.dim()) + x.shape)[:, 0, :, 0] for x in (lo, hi))
-        )
-
     @cached_property
     def rows(self) -> Rows:
-        """The intersection of the mask's rows parts."""
-        lo = hi = None
-        for part in self.operands.mask.rows:
-            own_lo, own_hi, *_ = self._bounds(part)
-            lo = own_lo if lo is None else lo if own_lo is None else torch.maximum(lo, own_lo)
-            hi = own_hi if hi is None else hi if own_hi is None else torch.minimum(hi, own_hi)
-        return _as_rows(lo, hi)
+        return arguments.rows(self.problem, self.operands)
 
-    @cached_property
-    def mask_function(self) -> tuple[Any, Any]:
-        function, args = emit.mask_function(self.operands.mask, self._bounds)
-        return function, args or None
+    def mask_function(self, tiles: Tiles | None) -> tuple[Any, Any]:
+        """What the mask asks of pairs, compiled, and its arguments; with `tiles`, only of pairs in listed tiles."""
+        mask = self.operands.mask
+        if tiles is not None and mask.blocks and self.problem.layout not in ("cache", "paged"):
+            cut = tuple(b for b in mask.blocks if b.tile_m % tiles.tile_m or b.tile_n % tiles.tile_n)
+            mask = replace(mask, blocks=cut)
+        return arguments.mask_function(self.problem, self.operands._replace(mask=mask))
 
-    @cached_property
+    @property
     def scores(self) -> Scores:
         score = self.operands.score
-        args = None
-        if score.mod is not None and score.mod.args:  # type: ignore[union-attr]
-            args = tuple(emit.table(t) for t in score.mod.args)  # type: ignore[union-attr]
-        fields: dict[str, Any] = {"softcap": score.softcap, "sink": score.sink, "args": args}
-        if score.alibi is not None:
-            slopes = score.alibi.contiguous()
-            fields |= {"alibi": slopes, "alibi_batch": slopes.shape[1] if slopes.dim() == 2 else 0}
-        if score.bias is not None:
-            four = score.bias.reshape((1,) * (4 - score.bias.dim()) + score.bias.shape)
-            strides = (0 if n == 1 else s for n, s in zip(four.shape, four.stride(), strict=True))
-            names = ("bias_batch", "bias_head", "bias_row", "bias_key")
-            fields |= {"bias": four, **dict(zip(names, strides, strict=True))}
-        return Scores(**fields)
+        if self.problem.score_parts in _FEW_SCORES:
+            return (
+                _PLAIN
+                if not self.problem.score_parts
+                else Scores(softcap=score.softcap, sink=_row(score.sink))
+            )
+        return self._scores
+
+    @cached_property
+    def _scores(self) -> Scores:
+        return arguments.scores(self.operands)
 
     @cached_property
     def mod(self) -> Any:
-        mod = self.operands.score.mod
-        return None if mod is None else emit.mod_function(mod.fn, mod.args)  # type: ignore[union-attr]
+        return arguments.mod(self.operands)
 
     @cached_property
     def mod_grad(self) -> Any:
@@ -173,36 +235,41 @@ class Launch:
         if p == 0.0:
             return None
         keep_scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-        seed = self.operands.seed
-        return Drop(dropout.threshold(p), seed if seed < 2**63 else seed - 2**64, 0, keep_scale)
-
-    def lists(self, chosen: Config, by_key: bool = False) -> tuple[Any, int]:
-        return lists.build(self.problem, self.operands, Tiles(chosen.tile_m, chosen.tile_n), by_key)
+        return Drop(dropout.threshold(p), keep_scale)
 
     @cached_property
     def cleans(self) -> bool:
         """Whether a key or query may be out of sight, and so hold NaN, inside a tile that is visited.
 
-        Not where the last query sees every key and every query sees one: no edge to the left, and no query before
-        the first key. Tails past a dense tensor are read as 0; past a packed sequence stands its neighbour.
+        Not where a band shows each query its own key of as many, nor where the last query sees every key and every
+        query sees one. Tails past a dense tensor are read as 0; past a packed sequence stands its neighbour.
         """
         band, problem = self.band, self.problem
-        others = set(problem.mask_parts) - {"band"}
-        edges = band.left, band.top_left, band.top_right
-        seen = not others and edges == (None, None, None) and (band.right is None or band.right >= 0)
-        return not (seen and problem.layout == "dense" and problem.seqlen_q <= problem.seqlen_k)
+        if set(problem.mask_parts) - {"band"} or problem.layout != "dense":
+            return True
+        if problem.seqlen_q == problem.seqlen_k:
+            return any(edge is not None and edge < 0 for edge in band)
+        no_edge = (band.left, band.top_left, band.top_right) == (None, None, None)
+        seen = no_edge and (band.right is None or band.right >= 0)
+        return not (seen and problem.seqlen_q <= problem.seqlen_k)
 
-    def loops(self, tiles_of: Any, by_key: bool = False) -> dict[str, int]:
+    def loops(self, tiles: Tiles, tiles_of: Any, function: Any, by_key: bool = False) -> dict[str, int]:
         """Which of the loops (masked, unmasked, masked) a kernel needs: FIRST to LAST - 1.
 
-        Without a left edge there is no first one; a list holds its partial tiles in the first; a function without
-        a list masks every tile, there too.
+        Without a left edge there is no first one; a list holds its partial tiles in the first, and has none where whole
+        blocks are the mask; a function without a list masks every tile, there too.
         """
+        if tiles_of is not None:
+            length, tile = (
+                (self.problem.seqlen_q, tiles.tile_m) if by_key else (self.problem.seqlen_k, tiles.tile_n)
+            )
+            tail = self.problem.layout != "dense" or length % tile
+            whole = self.problem.mask_parts == ("blocks",) and function is None and not tail
+            return {"FIRST": 1 if whole else 0, "LAST": 2}
         band = rules.flip(self.band) if by_key else self.band
-        function = self.mask_function[0]
-        edges = (tiles_of, function, self.rows.lo, band.left, band.top_left)
-        last = 2 if tiles_of is not None else 1 if function is not None else 3
+        edges = (function, self.rows.lo, band.left, band.top_left)
+        # The last queries of a dense tensor need no mask in the backward direction: see the kernel.
+        bare = by_key and self.problem.layout == "dense" and self.operands.score.mod is None
+        right_edge = (band.right, band.top_right) != (None, None) or not bare
+        last = 1 if function is not None else 3 if right_edge else 2
         return {"FIRST": 0 if any(edge is not None for edge in edges) else 1, "LAST": last}
-
-    def uses_descriptors(self) -> bool:
-        return self.problem.layout in ("dense", "varlen")

@@ -1,4 +1,4 @@
-"""The kernels' vocabulary: where rows live, which tiles to visit, scores, masks and random bits.
+"""The kernels' vocabulary: where rows live, which tiles to visit, random bits.
 
 Every structure is a NamedTuple whose absent fields are None and vanish when a kernel is compiled.
 """
@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from onchip.backends.triton.rules import allow, dropout_counter, modify, spans
+from onchip.backends.compiled.rules import dropout_counter, spans
+from onchip.backends.compiled.terms import Rows
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Sizes that a compiled kernel takes as they come: a new length or batch compiles nothing.
+LENGTHS = ("len_q", "len_k", "heads_q", "m_blocks", "n_blocks", "width", "splits", "batch")
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -31,7 +34,7 @@ class Place(NamedTuple):
     cu_k: Any = None
     used_q: Any = None
     used_k: Any = None
-    lengths: Any = None  # keys of each sequence of a cache
+    used: Any = None  # slots in use of each sequence of a cache, before its new keys
     leftpad: Any = None
     index: Any = None  # cache row of each sequence
     page_table: Any = None
@@ -39,50 +42,14 @@ class Place(NamedTuple):
     page_size: Any = None
 
 
-class Rows(NamedTuple):
-    """Keys [lo, hi) of each query, one of them may be absent; (batch, row) strides."""
-
-    lo: Any = None
-    hi: Any = None
-    batch: Any = 0
-    row: Any = 0
-
-
-class Lists(NamedTuple):
-    """Tiles to visit in each row of tiles: the partial ones, then the full ones."""
-
-    tiles: Any
-    counts: Any  # [..., 2] partial, full
-    batch: Any
-    head: Any
-    row: Any
-
-
-class Scores(NamedTuple):
-    """What modifies a score; `args` are the mod's tensors."""
-
-    softcap: Any = None
-    alibi: Any = None
-    alibi_batch: Any = None
-    bias: Any = None
-    bias_batch: Any = None
-    bias_head: Any = None
-    bias_row: Any = None
-    bias_key: Any = None
-    sink: Any = None
-    args: Any = None
-
-
 class Drop(NamedTuple):
     threshold: Any
-    seed: Any
-    offset: Any
     keep_scale: Any  # 1 / (1 - p)
 
 
 @triton.jit
-def sequence(place: Place, b, len_q, len_k):
-    """(q_start, k_start, q_len, k_len) of sequence b."""
+def sequence(place: Place, b, len_q, len_k, new):
+    """(q_start, k_start, q_len, k_len) of sequence b; new: keys that this call appended to a cache."""
     q_start = 0
     k_start = 0
     q_len = len_q
@@ -96,9 +63,12 @@ def sequence(place: Place, b, len_q, len_k):
         q_len = tl.load(place.used_q + b).to(tl.int32)
     if place.used_k is not None:
         k_len = tl.load(place.used_k + b).to(tl.int32)
-    if place.lengths is not None:
-        k_len = tl.load(place.lengths + b).to(tl.int32)
-        k_start = tl.load(place.leftpad + b).to(tl.int32)
+    if place.used is not None:
+        # No key is read past the capacity, whatever the lengths hold.
+        k_len = tl.minimum(tl.load(place.used + b).to(tl.int32) + new, len_k)
+        if place.leftpad is not None:
+            k_start = tl.load(place.leftpad + b).to(tl.int32)
+            k_len -= k_start
     return q_start, k_start, q_len, k_len
 
 
@@ -108,6 +78,15 @@ def row_offsets(view: View, place: Place, b, start, rows):
     offsets = (start + rows).to(tl.int64) * view.row
     if place.cu_q is None:
         offsets += b.to(tl.int64) * view.batch
+    return offsets
+
+
+@triton.jit
+def statistic_offsets(place: Place, b, h, start, rows, heads, stride):
+    """Element offsets in lse and its like, (batch, heads, seqlen_q) or (heads, total_q); stride: of a head."""
+    offsets = h.to(tl.int64) * stride + start + rows
+    if place.cu_q is None:
+        offsets += b.to(tl.int64) * heads * stride
     return offsets
 
 
@@ -197,74 +176,37 @@ def tile_range(place, band, rows: Rows, lists, b, head, i, qi, row_ok, q_len, k_
 
 
 @triton.jit
-def tile_number(lists, b, head, i, position, width):
-    """The key tile at a position of tile row i."""
+def tile_number(lists, b, head, i, position, end, width):
+    """The key tile at a position of tile row i, 0 past its end.
+
+    Loops that read a list read it a step ahead: a load of a tile that waits for the load of its number would stop the
+    pipeline. That is for tiles that the bulk copy engine brings; beside loads by pointers, of which the compiler
+    pipelines some and not others, a number carried over from the step before gave wrong results (Triton 3.6, dim_v 3).
+    """
     number = position
     if lists is not None:
         row = b.to(tl.int64) * lists.batch + head * lists.head + i * lists.row
-        number = tl.load(lists.tiles + row * width + position)
+        number = tl.load(lists.tiles + row * width + position, mask=position < end, other=0)
     return number
 
 
 @triton.jit
-def visible_pairs(band, rows: Rows, args, b, h, q, k, q_len, k_len, FN: tl.constexpr):
-    """Which pairs of a tile are visible; q and k broadcast against one another."""
-    lo = None
-    hi = None
-    inside = q < q_len
-    if rows.lo is not None:
-        lo = tl.load(rows.lo + b.to(tl.int64) * rows.batch + q.to(tl.int64) * rows.row, mask=inside, other=0)
-    if rows.hi is not None:
-        hi = tl.load(rows.hi + b.to(tl.int64) * rows.batch + q.to(tl.int64) * rows.row, mask=inside, other=0)
-    visible = allow(q, k, q_len, k_len, band, lo, hi)
-    if FN is not None:
-        visible = visible & FN(b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), q_len, k_len, args)
-    return visible
+def philox_key(lo, hi):
+    """The seed from its two words, each passed as int32 so that no value of it compiles a kernel anew."""
+    return (hi.to(tl.int64) << 32) | (lo.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
-def tanh(x):
-    """By the exponential, and near 0, where that cancels, by its series (error below 2e-8 for |x| < 0.3)."""
-    y = tl.abs(x)
-    t = tl.math.exp2(y * -2.8853900817779268)
-    large = (1.0 - t) / (1.0 + t)
-    z = x * x
-    small = x * (1.0 + z * (-0.3333333333 + z * (0.1333333333 + z * (-0.05396825397 + z * 0.02186948854))))
-    return tl.where(y < 0.3, small, tl.where(x < 0, -large, large))
-
-
-@triton.jit
-def modified(s, score: Scores, b, h, q, k, q_len, k_len, MOD: tl.constexpr):
-    """Scaled scores after every modification, and before the mod."""
-    slope = None
-    distance = None
-    bias = None
-    if score.alibi is not None:
-        slope = tl.load(score.alibi + b * score.alibi_batch + h).to(tl.float32)
-        distance = tl.abs(q + (k_len - q_len) - k)
-    if score.bias is not None:
-        offsets = b.to(tl.int64) * score.bias_batch + h.to(tl.int64) * score.bias_head
-        offsets += q.to(tl.int64) * score.bias_row + k.to(tl.int64) * score.bias_key
-        bias = tl.load(score.bias + offsets, mask=(q < q_len) & (k < k_len), other=0.0).to(tl.float32)
-    before = modify(s, tanh, score.softcap, slope, distance, bias)
-    after = before
-    if MOD is not None:
-        after = MOD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(
-            tl.float32
-        )
-        after = tl.broadcast_to(after, before.shape)
-    return after, before
-
-
-@triton.jit
-def keep_bits(drop: Drop, b, h, heads, q, n0, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def keep_bits(drop: Drop, seed, b, h, heads, q, n0, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Which pairs survive dropout: [TILE_M, TILE_N] for rows q, h [TILE_M] and keys n0 ... (n0 a multiple of 4)."""
     k = n0 + 4 * tl.arange(0, TILE_N // 4)
-    c0, c1, c2, c3 = dropout_counter(b, h[:, None], heads, q[:, None], k[None, :], drop.offset)
+    c0, c1, c2, c3 = dropout_counter(
+        b, h[:, None], heads, q[:, None], k[None, :], n0 * 0
+    )  # offset 0, as a tensor
     zero = tl.zeros([TILE_M, TILE_N // 4], tl.uint32)
     c0, c1 = zero + c0.to(tl.uint32), zero + c1.to(tl.uint32)
     c2, c3 = zero + c2.to(tl.uint32), zero + c3.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(drop.seed, c0, c1, c2, c3)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
     # Key 4 * i + 2 * y + x takes word 2 * y + x: join makes the last axis.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE_M, TILE_N)
     return words.to(tl.int64) >= drop.threshold

@@ -3,6 +3,10 @@
 `Config` counts queries (tile_m) and keys (tile_n) of a tile, warps of a program, and stages of its load pipeline.
 """
 
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from onchip.problem import Problem
@@ -13,6 +17,14 @@ class Config(NamedTuple):
     tile_n: int
     num_warps: int
     num_stages: int
+
+
+class Facts(NamedTuple):
+    """What a choice of tiles asks of a device."""
+
+    major: int  # compute capability; 0 for AMD
+    multiprocessors: int
+    name: str  # as torch.cuda.get_device_name; empty under the interpreter
 
 
 # (pass, largest head dim, itemsize) -> Config; the first row that fits is taken.
@@ -26,11 +38,13 @@ TABLE: dict[tuple[str, int, int], Config] = {
     ("forward", 512, 2): Config(64, 32, 8, 1),  # not measured: the largest that fits in shared memory
     ("dkdv", 64, 2): Config(32, 128, 4, 3),
     ("dkdv", 128, 2): Config(32, 64, 4, 3),
-    ("dkdv", 256, 2): Config(64, 64, 8, 2),
-    ("dkdv", 512, 2): Config(16, 32, 8, 1),  # not measured
+    ("dk", 256, 2): Config(32, 64, 4, 3),
+    ("dv", 256, 2): Config(64, 128, 8, 2),
+    ("dk", 512, 2): Config(16, 32, 8, 1),  # not measured
+    ("dv", 512, 2): Config(16, 32, 8, 1),  # not measured
     ("dq", 64, 2): Config(64, 64, 4, 3),
     ("dq", 128, 2): Config(128, 64, 8, 3),
-    ("dq", 256, 2): Config(128, 64, 8, 1),
+    ("dq", 256, 2): Config(64, 32, 4, 3),
     ("dq", 512, 2): Config(32, 16, 8, 1),  # not measured
     # fp32 runs on the FMA units: small tiles, held in registers.
     ("forward", 64, 4): Config(64, 32, 8, 2),
@@ -38,12 +52,15 @@ TABLE: dict[tuple[str, int, int], Config] = {
     ("forward", 512, 4): Config(16, 16, 8, 1),
     ("dkdv", 64, 4): Config(32, 32, 8, 1),
     ("dkdv", 128, 4): Config(16, 32, 8, 1),
-    ("dkdv", 512, 4): Config(16, 16, 8, 1),
+    ("dk", 512, 4): Config(16, 16, 8, 1),
+    ("dv", 512, 4): Config(16, 16, 8, 1),
     ("dq", 64, 4): Config(32, 32, 8, 1),
     ("dq", 128, 4): Config(32, 16, 8, 1),
     ("dq", 512, 4): Config(16, 16, 8, 1),
 }
 
+# The same under a mask with a band, where smaller tiles waste less of the diagonal: causal dK and dV 3.13 ms for 4.17.
+BANDED: dict[tuple[str, int, int], Config] = {("dkdv", 64, 2): Config(64, 64, 4, 3)}
 
 # Every other device: less shared memory than Hopper's 227 KiB (A100: 163, most others: 99 or less), or, on Blackwell,
 # products that want more of it. Compiled for sm_80, sm_100 and gfx942 without a GPU, not measured.
@@ -53,27 +70,66 @@ SMALL: dict[tuple[str, int, int], Config] = {
     ("forward", 256, 2): Config(64, 32, 4, 2),
     ("dkdv", 64, 2): Config(32, 64, 4, 2),
     ("dkdv", 128, 2): Config(32, 64, 4, 1),
-    ("dkdv", 256, 2): Config(32, 64, 8, 1),
+    ("dk", 256, 2): Config(32, 64, 8, 1),
+    ("dv", 256, 2): Config(32, 64, 8, 1),
     ("dq", 64, 2): Config(64, 64, 4, 2),
     ("dq", 128, 2): Config(64, 32, 4, 2),
     ("dq", 256, 2): Config(64, 32, 8, 1),
 }
 
 
-def config(problem: Problem, step: str, major: int, rows: int | None = None) -> Config:
-    """The configuration of a pass on a device of this compute capability (0 for AMD).
+def separate(problem: Problem) -> bool:
+    """Whether dK and dV come from passes of their own: past dim 128 their two accumulators leave no registers.
+
+    Two passes compute the scores twice, 10 units of work for 8, but run like dQ's: at dim 256 the one pass took 7.84 ms
+    for what dQ does three quarters of in 3.12 (H200, N = 8192).
+    """
+    return max(problem.dim, problem.dim_v) > 128
+
+
+def overrides_file() -> Path:
+    """Where `onchip tune` keeps what it measured: $ONCHIP_CACHE, or ~/.cache/onchip."""
+    folder = os.environ.get("ONCHIP_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "onchip") / "triton-tiles.json"
+
+
+@lru_cache(maxsize=16)
+def overrides(device: str) -> dict[tuple[str, int, int], Config]:
+    """The rows that `onchip tune` measured on a device of this name. Read once a process."""
+    path = overrides_file()
+    if not device or not path.exists():
+        return {}
+    try:
+        rows = json.loads(path.read_text())["devices"].get(device, [])
+        return {
+            (r["pass"], r["dim"], r["itemsize"]): Config(*(int(r[f]) for f in Config._fields)) for r in rows
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not the file that `onchip tune` writes ({error!r}); delete it or tune again"
+        ) from error
+
+
+def config(problem: Problem, step: str, facts: Facts, rows: int | None = None) -> Config:
+    """The configuration of a pass on a device.
 
     `rows`: the query rows there are, when fewer than a tile takes.
     """
     dim, size = max(problem.dim, problem.dim_v), problem.dtype.itemsize
-    table = TABLE if major == 9 else {**SMALL, **{key: c for key, c in TABLE.items() if key not in SMALL}}
-    found = next(
-        c for (name, most, item), c in table.items() if name == step and dim <= most and size == item
+    table = TABLE if facts.major == 9 else {**SMALL, **{k: c for k, c in TABLE.items() if k not in SMALL}}
+    key, found = next(
+        (key, c) for key, c in table.items() if key[0] == step and dim <= key[1] and size == key[2]
     )
+    if facts.major == 9 and "band" in problem.mask_parts:
+        found = BANDED.get(key, found)
+    found = overrides(facts.name).get(key, found)
     if "bias" in problem.score_parts or "elements" in problem.mask_parts:
         # Tiles of bias or mask join the load pipeline: with 128 x 128 of them it outgrows shared memory.
         stages = min(found.num_stages, 2 if dim <= 128 else 1)
-        found = found._replace(tile_m=min(found.tile_m, 64), tile_n=min(found.tile_n, 64), num_stages=stages)
+        warps = (
+            4 if dim <= 256 and size == 2 else found.num_warps
+        )  # eight on a tile of 64 rows share too little work
+        found = Config(min(found.tile_m, 64), min(found.tile_n, 64), warps, stages)
     if rows is not None and rows < found.tile_m:
         found = found._replace(tile_m=max(16, 1 << max(rows - 1, 0).bit_length()))
         if (

@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip import plain, rules as plain_rules
-from onchip.backends.triton.parts import tanh
-from onchip.backends.triton.rules import allow
+from onchip.backends.compiled.rules import allow, tanh
 from onchip.mask import Blocks, Dense, Documents, Mask, Part, Rows as RowsPart, Union, Where
 
 Arguments = list[Any]

@@ -6,19 +6,22 @@ import torch
 from torch import Tensor
 
 from onchip import schedule
-from onchip.backends.triton.parts import Lists
+from onchip.backends.compiled.terms import Lists
 from onchip.mask import Region
 from onchip.problem import Operands, Problem
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
 
 
-def build(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> tuple[Lists | None, int]:
+def build(
+    problem: Problem, operands: Operands, tiles: Tiles, by_key: bool, rows: bool = False
+) -> tuple[Lists | None, int]:
     """Lists of key tiles for each query tile (or of query tiles for each key tile), and their width.
 
-    None where spans of the band do: masks of a band alone, and of a band and rows in the forward direction. A cache
-    has none either, since its lengths are on the device: every tile of the band is then visited and masked.
+    None where spans of the band do: masks of a band alone, and of a band and rows in the forward direction unless
+    `rows` asks for them. A cache has none either, since its lengths are on the device: every tile of the band is then
+    visited and masked.
     """
-    parts = set(problem.mask_parts) - {"band"} - (set() if by_key else {"rows"})
+    parts = set(problem.mask_parts) - {"band"} - (set() if by_key or rows else {"rows"})
     if not parts or problem.layout in ("cache", "paged"):
         return None, 0
     key = ("lists", by_key, tiles)

