@@ -1,0 +1,95 @@
+"""Hopper backend: the forward pass in Gluon for compute capability 9.0, with its copy engine and warpgroup products.
+
+It saves what the Triton backend's backward pass needs, out and lse, so that pass runs there (`BACKWARD`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from onchip.problem import Grads, Operands, Output, Problem, Saved
+from onchip.schedule import Tiles
+
+BACKWARD = "triton"  # the backend of the backward pass
+
+
+def refuse(problem: Problem) -> str | None:
+    if problem.device != "cuda":
+        return f"the tensors are on {problem.device}; it runs on cuda"
+    return _machine() or refuse_shape(problem)
+
+
+@cache
+def _machine() -> str | None:
+    """The reasons that depend on the machine alone."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "there is no CUDA GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the device is no Hopper GPU (compute capability 9.0)"
+    return None
+
+
+def yields(problem: Problem) -> str | None:
+    """Under 10 GFLOP, 20 us at 500 TFLOP/s, host time decides: a call takes about 100 us here, in Triton 57 (H200)."""
+    work = (
+        2
+        * (problem.dim + problem.dim_v)
+        * problem.batch
+        * problem.heads_q
+        * problem.seqlen_q
+        * problem.seqlen_k
+    )
+    return "under 10 GFLOP a call's host time decides, and Triton's is shorter" if work < 1e10 else None
+
+
+@lru_cache(maxsize=4096)
+def refuse_shape(problem: Problem) -> str | None:
+    """The reasons that do not depend on the machine."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"{problem.dtype}: its products take float16 and bfloat16"
+    for name in ("dim", "dim_v"):
+        size = getattr(problem, name)
+        if size > 256 or size % 8 != 0:
+            return f"{name} {size}: its tiles hold at most 256, in steps of 8 (16 bytes)"
+    if problem.layout not in ("dense", "varlen"):
+        return f"{problem.layout} layout: its copy engine reads dense and packed sequences"
+    if problem.dropout > 0:
+        return "dropout"
+    if "bias" in problem.score_parts:
+        return "an additive bias"
+    if problem.num_splits > 1:
+        return "num_splits: it does not split the keys"
+    tiles_q = -(-problem.seqlen_q * problem.group // 128) * problem.heads_k * problem.batch
+    if problem.layout == "dense" and problem.seqlen_k >= 2048 and tiles_q <= 32:
+        return f"{tiles_q} tiles of queries for {problem.seqlen_k} keys: it does not split the keys"
+    return None
+
+
+def tiles(problem: Problem) -> Tiles:
+    from onchip.backends.hopper.table import config
+
+    chosen = config(problem)
+    return Tiles(chosen.tile_m, chosen.tile_n)
+
+
+def extra_memory(problem: Problem, tiles: Tiles) -> int:
+    """delta of the backward pass, in float32; tile lists, and a copy of v where nobody sees some key, come on top."""
+    return 4 * problem.batch * problem.heads_q * problem.seqlen_q
+
+
+def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
+    from onchip.backends.hopper import launch
+
+    return launch.forward(problem, operands)
+
+
+def backward(
+    problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
+) -> Grads:
+    raise NotImplementedError(f"the backward pass of a forward pass here runs in the backend {BACKWARD!r}")

@@ -1,0 +1,177 @@
+"""From a problem and its operands to one launch of the kernel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from onchip import rules
+from onchip.backends.compiled import arguments, lists
+from onchip.backends.compiled.terms import Rows, Scores
+from onchip.backends.hopper.kernel import forward_kernel
+from onchip.backends.hopper.parts import Lse, Packed
+from onchip.backends.hopper.table import Config, config
+from onchip.backends.hopper.unseen import without_unseen
+from onchip.backends.hopper.variant import Variant, packs, sections, variant
+from onchip.layout import Varlen
+from onchip.problem import Operands, Output, Problem
+from onchip.schedule import Tiles
+
+_KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def zero(device: torch.device) -> Tensor:
+    """A counter at 0, which a launch leaves at 0. Launches of one stream follow one another, so they share one.
+
+    A captured launch gets its own, set in the graph: graphs of one stream may be replayed side by side on others.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device)
+    key = (stream.device_index, stream.cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+@lru_cache(maxsize=256)
+def _block(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
+    return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), _KINDS[dtype])
+
+
+def addressable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the bulk copy engine cannot address it: strides and start in steps of 16 bytes."""
+    *outer, last = tensor.stride()
+    fits = all(s % 8 == 0 and s > 0 for s, n in zip(outer, tensor.shape[:-1], strict=True) if n > 1)
+    if last == 1 and fits and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def descriptor(tensor: Tensor, rows: int, columns: int, pack: int = 1) -> TensorDescriptor:
+    """Of [rows, columns] blocks over (batch, row, head, dim), or over packed (row, head, dim).
+
+    Dense: dims (batch, head, row, dim), or (batch, pack of heads, row, head of the pack, dim) where blocks stack the
+    heads of a row. Packed: two more before (head, row, dim), so that a block ends where its sequence ends (see
+    `parts.packed_rows`). The stride of a dim of size 1 is never used, but must be allowed.
+    """
+    strides = [8 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.dim() == 3:
+        _, heads, dim = tensor.shape
+        row, head, _ = strides
+        shape, steps = [0x7FFF0000, 0x7FFF0000, heads, 1 << 30, dim], [2**34 - row, row, head, row, 1]
+        block, layout = _block(tensor.dtype, (1, 1, 1, rows, columns))
+        return TensorDescriptor(tensor, shape, steps, block, layout)
+    batch, total, heads, dim = tensor.shape
+    by_batch, row, head, _ = strides
+    if pack == 1:
+        block, layout = _block(tensor.dtype, (1, 1, rows, columns))
+        return TensorDescriptor(tensor, [batch, heads, total, dim], [by_batch, head, row, 1], block, layout)
+    block, layout = _block(tensor.dtype, (1, 1, rows // pack, pack, columns))
+    shape, steps = [batch, heads // pack, total, pack, dim], [by_batch, head * pack, row, head, 1]
+    return TensorDescriptor(tensor, shape, steps, block, layout)
+
+
+def cut(k: Tensor, v: Tensor, band: rules.Band, length_q: int) -> tuple[Tensor, Tensor]:
+    """Dense k and v from the first key to the last that the band shows to any query: past them the engine reads 0.
+
+    `tiles.tile_at` counts keys from the same first one.
+    """
+    length_k = k.shape[1]
+    lo, hi = 0, length_k
+    if (band.left, band.top_left) != (None, None):
+        lo = max(rules.first_diagonal(length_q, length_k, band), 0)
+    if (band.right, band.top_right) != (None, None):
+        hi = max(min(length_k, length_q + rules.last_diagonal(length_q, length_k, band)), 0)
+    if (lo, hi) == (0, length_k):
+        return k, v
+    lo = min(lo, length_k - 1)
+    hi = max(hi, lo + 1)  # a descriptor cannot be empty; what is not seen is masked
+    return k[:, lo:hi], v[:, lo:hi]
+
+
+class Plan(NamedTuple):
+    """What a launch needs besides its tensors."""
+
+    chosen: Config
+    C: Variant
+    constants: Variant  # C, as the kernel wants it
+    heads: int  # or packs of them
+    m_blocks: int
+    section: int
+    n_tiles: int
+    programs: int
+
+
+@lru_cache(maxsize=1024)
+def plan(problem: Problem, band: rules.Band, by_head: bool, index: int) -> Plan:
+    chosen = config(problem)
+    pack = packs(problem, chosen.tile_m, by_head)
+    C = variant(problem, band, chosen, pack)
+    heads = problem.heads_q // pack
+    m_blocks = -(-problem.seqlen_q // (chosen.tile_m // pack))
+    n_tiles = m_blocks * heads * problem.batch
+    programs = min(n_tiles, multiprocessors(index)) if C.persistent else n_tiles
+    section = sections(problem, heads) if C.dynamic else 1
+    return Plan(chosen, C, Variant(*map(gl.constexpr, C)), heads, m_blocks, section, n_tiles, programs)
+
+
+def forward(problem: Problem, operands: Operands) -> Output:
+    q, packed = operands.q, problem.layout == "varlen"
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(q.get_device()):  # a kernel runs on the current device
+            return forward(problem, operands)
+    fresh = torch.zeros if packed else torch.empty  # rows past a sequence's length are not written
+    out = fresh(*q.shape[:-1], problem.dim_v, dtype=q.dtype, device=q.device)
+    shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.empty(shape, device=q.device, dtype=torch.float32)
+    if packed:
+        lse.fill_(-torch.inf)
+    if out.numel() == 0 or operands.k.numel() == 0 or problem.seqlen_k == 0:
+        sink = operands.score.sink
+        rows = -torch.inf if sink is None else sink.to(lse.dtype).unsqueeze(-1)
+        return Output(out.zero_(), lse.copy_(torch.as_tensor(rows).expand_as(lse)))
+    _attend(problem, operands, out, lse)
+    return Output(out, lse)
+
+
+def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> None:
+    mask, layout, device = operands.mask, operands.layout, operands.q.device
+    band = mask.band or rules.Band()
+    parts = set(problem.mask_parts) - {"band"}
+    made = plan(problem, band, bool(parts) and mask.dependence(problem)[1], device.index or 0)
+    C = made.C
+    q, k, v = operands.q, operands.k, operands.v
+    tiles_of, width, function, mask_args, rows_of = None, 0, None, None, Rows()
+    if parts:
+        v = without_unseen(problem, operands)
+        tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
+        tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
+        function, mask_args = arguments.mask_function(problem, operands)
+        rows_of = arguments.rows(problem, operands)
+    elif problem.mask_parts and not C.packed:
+        k, v = cut(k, v, band, problem.seqlen_q)
+    score, mod = Scores(), None
+    if problem.score_parts:
+        score, mod = arguments.scores(operands), arguments.mod(operands)
+    place = None
+    if isinstance(layout, Varlen):
+        place = Packed(layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k)
+    forward_kernel[(made.programs,)](
+        descriptor(addressable(q), 64, C.dim, C.pack), descriptor(addressable(k), C.tile_n, C.dim),
+        descriptor(addressable(v), C.tile_n, C.dim_v), descriptor(out, 64, C.dim_v, C.pack),
+        Lse(lse, 0 if C.packed else lse.stride(0), lse.stride(-2)), place, band, rows_of, tiles_of, mask_args, score,
+        problem.scale, problem.seqlen_q, problem.seqlen_k, made.heads, made.m_blocks, made.section, width,
+        zero(device) if C.dynamic else None, made.n_tiles, FN=function, MOD=mod, C=made.constants, num_warps=4,
+        maxnreg=made.chosen.registers)  # fmt: skip

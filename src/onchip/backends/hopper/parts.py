@@ -1,0 +1,140 @@
+"""The kernel's vocabulary: layouts, the ring of key blocks, named barriers, exponentials; names that Triton changed."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate as aggregate
+
+# Renamed after Triton 3.6.
+load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+warpgroup_barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# Where a row's maximum starts: below every score, and finite, so that a masked score minus it is -inf and never NaN.
+FLOOR = gl.constexpr(-3.0e38)
+# Named barriers 0 to 4 are Triton's own: one for each partition, and one for their start. There are 16.
+K_EMPTY = gl.constexpr(5)  # + slot: every warpgroup has read the keys there
+# A packed sequence ends where a coordinate passes this bound of the descriptor (see `packed_rows`).
+BOUND = gl.constexpr(1 << 30)
+
+
+class Packed(NamedTuple):
+    """Boundaries of packed sequences, and how many rows of each are used."""
+
+    cu_q: Any
+    cu_k: Any
+    used_q: Any = None
+    used_k: Any = None
+
+
+class Lse(NamedTuple):
+    """lse by its strides; a packed one has no batch."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """64 rows of an accumulator of one warpgroup's products: a row lies in the four lanes of a quad."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def row_of(columns):
+    """A value for each row of such an accumulator."""
+    return gl.SliceLayout(1, accumulator(columns))
+
+
+@gluon.constexpr_function
+def column_of(columns):
+    return gl.SliceLayout(0, accumulator(columns))
+
+
+@aggregate
+class Cursor:
+    """A position in the ring of key blocks: its slot, and the parity of the trip around the ring."""
+
+    slot: gl.tensor
+    phase: gl.tensor
+    slots: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, slot, phase, slots):
+        self.slot = slot
+        self.phase = phase
+        self.slots = gl.constexpr(slots)
+
+    @gluon.jit
+    def next(self):
+        last = self.slot == self.slots - 1
+        return Cursor(gl.where(last, 0, self.slot + 1), self.phase ^ last.to(gl.int32), self.slots)
+
+
+@gluon.constexpr_function
+def v_empty(stages):
+    """Named barriers, + slot: every warpgroup has read the values there."""
+    return 5 + stages
+
+
+@gluon.constexpr_function
+def turn(stages):
+    """Named barriers, + warpgroup: it may issue its products."""
+    return 5 + 2 * stages
+
+
+@gluon.constexpr_function
+def _barrier_asm(operation, threads):
+    return f"bar.{operation} $1, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def arrive(barrier, THREADS: gl.constexpr):
+    """Count this warpgroup's warps at a named barrier, without waiting for one another as an mbarrier's arrive does."""
+    gl.inline_asm_elementwise(
+        _barrier_asm("arrive", THREADS), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def join(barrier, THREADS: gl.constexpr):
+    """Wait at a named barrier until THREADS threads have come, these included."""
+    gl.inline_asm_elementwise(
+        _barrier_asm("sync", THREADS), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def packed_rows(start, size, row):
+    """Two coordinates of a row of the sequence [start, start + size) in a descriptor of packed rows.
+
+    The second passes the descriptor's bound exactly where the row leaves the sequence, so the copy engine reads zeros
+    and writes nothing there. The address is right because it wraps modulo 2^64.
+    """
+    return start + size, BOUND - size + row
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def quad_max(s):
+    """The maximum over this thread's columns: [64, 4], one column for each lane of a quad."""
+    # Two columns of a thread are neighbours: reduced first, then half by half, which keeps two chains in flight.
+    part = gl.max(s.reshape([64, 2, s.shape[1] // 16, 4, 2]), 4)
+    return gl.max(gl.max(part, 2), 1)
+
+
+@gluon.jit
+def quad_sum(s):
+    part = gl.sum(s.reshape([64, 2, s.shape[1] // 16, 4, 2]), 4)
+    return gl.sum(gl.sum(part, 2), 1)

@@ -1,0 +1,50 @@
+"""Keys that no query sees, under masks that are more than a band: their values must not reach the products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import schedule
+from onchip.layout import Varlen
+from onchip.mask import Mask, Region
+from onchip.problem import Operands, Problem
+
+_LOOK = 1 << 22  # pairs of a mask looked at at once
+
+
+def unseen(problem: Problem, operands: Operands) -> Tensor | None:
+    """Keys that no query of their sequence sees, bool, shaped as v without its dim; None where every key is seen."""
+    mask, layout = operands.mask, operands.layout
+    by_batch, by_head = mask.dependence(problem)
+    hidden = torch.zeros(operands.v.shape[:-1], dtype=torch.bool, device=operands.v.device)
+    starts = layout.cu_seqlens_k.tolist() if isinstance(layout, Varlen) else None
+    known: dict[Any, Tensor] = {}  # sequences of equal lengths often see the same
+    for b, lengths in enumerate(zip(layout.q_lens, layout.k_lens, strict=True)):
+        key = b if by_batch else lengths
+        if key not in known:
+            known[key] = ~_seen(problem, mask, b, *lengths, by_head)
+        own = hidden[b] if starts is None else hidden[starts[b] : starts[b] + lengths[1]]
+        own.copy_(known[key].mT)  # [k_len, heads_k]
+    return hidden if bool(hidden.any()) else None
+
+
+def _seen(problem: Problem, mask: Mask, b: int, q_len: int, k_len: int, by_head: bool) -> Tensor:
+    """[heads_k | 1, k_len]: which keys of sequence b some query sees."""
+    heads = problem.heads_q if by_head else 1
+    batch = torch.tensor([b], device=problem.device)
+    seen = torch.zeros(heads, k_len, dtype=torch.bool, device=problem.device)
+    at_once = max(_LOOK // max(heads * k_len, 1), 1)
+    for q0 in range(0, q_len, at_once):
+        region = Region(batch, 0, heads, q0, min(q0 + at_once, q_len), 0, k_len, q_len, k_len)
+        seen |= mask.allow(region).any(2)[0]
+    return seen.view(problem.heads_k, -1, k_len).any(1) if heads > 1 else seen
+
+
+def without_unseen(problem: Problem, operands: Operands) -> Tensor:
+    """v, with zeros at the keys that nobody sees: 0 * NaN is NaN. A copy, only where there are such keys."""
+    make = lambda: (unseen(problem, operands),)  # noqa: E731
+    (hidden,) = schedule.keep(problem, operands.layout, operands.mask, ("unseen",), make)
+    return operands.v if hidden is None else operands.v.masked_fill(hidden[..., None], 0)

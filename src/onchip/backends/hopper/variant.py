@@ -1,0 +1,82 @@
+"""What is compiled into the kernel, and how a problem is cut into tiles."""
+
+from typing import NamedTuple
+
+from onchip import rules
+from onchip.backends.hopper.table import Config, modifies, padded
+from onchip.problem import Problem
+
+_SHARED = 232448 - 1024  # bytes that a program may have on compute capability 9.0, less its barriers
+_L2 = 25 << 20  # bytes: half of the cache of an H100 or H200
+
+
+class Variant(NamedTuple):
+    """What is compiled in besides the user's functions."""
+
+    warpgroups: int
+    tile_n: int
+    stages: int
+    ping_pong: bool
+    dim: int  # of a tile, padded to 64, 128 or 256
+    dim_v: int
+    group: int  # query heads of a key head
+    pack: int  # of which so many are stacked as rows of a tile
+    packed: bool  # sequences are packed: descriptors as `parts.packed_rows` says
+    persistent: bool  # a program takes several tiles
+    dynamic: bool  # it draws them, one at a time, as tiles differ in length
+    band_only: bool  # the mask is a band: keys outside it are cut off, not only masked
+    masked: bool  # some block may need a mask: for the mask itself, or for the tail of the keys
+    right: bool  # a band bounded to the right
+    left: bool  # a band bounded to the left
+    edges: bool  # masked blocks other than the first one of a tile
+    modified: bool  # scores change before the softmax
+    share_q: bool  # the output leaves through the queries' shared memory
+
+
+def variant(problem: Problem, band: rules.Band, chosen: Config, pack: int) -> Variant:
+    packed = problem.layout == "varlen"
+    band_only = not set(problem.mask_parts) - {"band"}
+    dim, dim_v = padded(problem.dim), padded(problem.dim_v)
+    right = (band.right, band.top_right) != (None, None)
+    left = (band.left, band.top_left) != (None, None)
+    # A buffer for the output lets the queries of the next tile come early, where there is room for it.
+    full = chosen.shared_memory(dim, dim_v) > _SHARED
+    return Variant(
+        warpgroups=chosen.warpgroups,
+        tile_n=chosen.tile_n,
+        stages=chosen.stages,
+        ping_pong=chosen.ping_pong,
+        dim=dim,
+        dim_v=dim_v,
+        group=problem.group,
+        pack=pack,
+        packed=packed,
+        persistent=chosen.persistent,
+        dynamic=chosen.persistent and (packed or bool(problem.mask_parts)),
+        band_only=band_only,
+        masked=packed or bool(problem.mask_parts) or problem.seqlen_k % chosen.tile_n != 0,
+        right=right,
+        left=left,
+        edges=right or left or not band_only,
+        modified=modifies(problem),
+        share_q=dim_v == dim and (full or not chosen.persistent),
+    )
+
+
+def packs(problem: Problem, tile_m: int, by_head: bool) -> int:
+    """Query heads of a key head stacked in one tile: all of them, where one tile holds their rows.
+
+    `by_head`: the mask differs between heads, so that each needs tiles of its own.
+    """
+    group = problem.group
+    whole = group & (group - 1) == 0 and group <= 64
+    few = problem.seqlen_q * group <= tile_m
+    return group if problem.layout == "dense" and whole and few and not by_head else 1
+
+
+def sections(problem: Problem, heads: int) -> int:
+    """Heads (or packs of them) whose keys and values are read at once: a divisor of all, in half of the L2 cache."""
+    size = problem.seqlen_k * (problem.dim + problem.dim_v) * problem.dtype.itemsize
+    most = max(_L2 // max(size, 1), 1) * max(heads // problem.heads_k, 1)
+    rows = heads * problem.batch
+    return max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)

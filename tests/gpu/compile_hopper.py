@@ -1,0 +1,149 @@
+"""Compile the Hopper kernel without a GPU, for every row of its table, and report each case as a line of JSON.
+
+    python tests/gpu/compile_hopper.py [SHARE SHARES]
+
+What the backend would launch is compiled, by the assembler of the Triton that is installed.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from compile_kernels import Offline
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime import driver
+
+import onchip
+from onchip import problem as problems
+from onchip.backends.hopper import launch, refuse_shape
+from onchip.backends.hopper.table import config, kind
+from onchip.layout import Varlen
+from onchip.problem import Operands
+
+LONG = 8192
+SCORE = onchip.Score(
+    softcap=20.0, alibi=torch.ones(8), sink=torch.ones(8), mod=lambda s, b, h, q, k: s - 0.1 * (q - k)
+)
+WHERE = onchip.where(lambda b, h, q, k: (k <= q) | (k % 64 == 0))
+# dim, mask, score, (seqlen_q, seqlen_k), heads_k, packed
+CASES = {
+    "d64 full long": (64, onchip.Mask(), onchip.Score(), (LONG, LONG), 8, False),
+    "d64 window long": (64, onchip.window(300, 5), onchip.Score(), (LONG, LONG), 8, False),
+    "d64 causal": (64, onchip.causal(), onchip.Score(), (1024, 1024), 8, False),
+    "d64 score": (64, onchip.causal(), SCORE, (1024, 1024), 8, False),
+    "d128 causal": (128, onchip.causal(), onchip.Score(), (1024, 1024), 8, False),
+    "d128 window long": (128, onchip.window(300, 5), onchip.Score(), (LONG, LONG), 8, False),
+    "d128 where": (128, WHERE, onchip.Score(), (1024, 1024), 8, False),
+    "d128 score": (128, onchip.causal(), SCORE, (1024, 1024), 8, False),
+    "d128 packed": (128, onchip.causal(), onchip.Score(), (512, 512), 2, True),
+    "d128 stacked": (128, onchip.causal(), onchip.Score(), (8, 1000), 1, False),
+    "d256 full": (256, onchip.Mask(), onchip.Score(), (LONG, LONG), 8, False),
+    "d256 causal": (256, onchip.causal(), onchip.Score(), (1024, 1024), 8, False),
+    "d256 score": (256, onchip.causal(), SCORE, (1024, 1024), 8, False),
+}
+
+
+class Recorder:
+    """In the kernel's place: compiles where it would launch."""
+
+    compiled = None
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def compile_only(*args, **kwargs):
+            self.compiled = self.kernel.warmup(*args, grid=(1,), **kwargs)
+
+        return compile_only
+
+
+def assembler_report(ptx: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.o")]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-1000:]
+        return run.stderr + run.stdout
+
+
+def disassembly(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+def loops(sass: str) -> list[str]:
+    """The innermost loops: from a label to the nearest branch back to it, without another such pair inside."""
+    lines = sass.splitlines()
+    labels, found = {}, []
+    for n, line in enumerate(lines):
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[label.group(1)] = n
+        branch = re.search(r"BRA\S* .*`\((\.L_x_\d+)\)", line)
+        if branch and branch.group(1) in labels:
+            found.append((labels[branch.group(1)], n))
+    inner = [(a, b) for a, b in found if not any(a <= c and d <= b for c, d in found if (c, d) != (a, b))]
+    return ["\n".join(lines[a : b + 1]) for a, b in inner]
+
+
+def report(case: str) -> dict:
+    dim, mask, score, (seqlen_q, seqlen_k), heads_k, packed = CASES[case]
+    lead = () if packed else (2,)
+    q = torch.empty(*lead, seqlen_q, 8, dim, dtype=torch.bfloat16)
+    k = torch.empty(*lead, seqlen_k, heads_k, dim, dtype=torch.bfloat16)
+    place = problems.dense_layout(q, k, k) if not packed else None
+    if packed:
+        cu = torch.tensor([0, seqlen_q // 2, seqlen_q], dtype=torch.int32)
+        place = Varlen(cu, cu, None, None, seqlen_q // 2, seqlen_k // 2)
+    problem = problems.state(q, k, k, place, "varlen" if packed else "dense", mask, score)
+    assert refuse_shape(problem) is None
+    launch.forward(problem, Operands(q, k, k, place, mask, score))
+    compiled = launch.forward_kernel.compiled
+    ptx, sass = compiled.asm["ptx"], disassembly(compiled.asm["cubin"])
+    text = assembler_report(ptx)
+    products = [loop for loop in loops(sass) if "HGMMA" in loop]
+    return {
+        "case": case,
+        "config": str(config(problem)),
+        "kind": kind(problem),
+        "shared": compiled.metadata.shared,
+        "spills": int(re.search(r"(\d+) bytes spill stores", text).group(1)),
+        "serialized": "serializ" in text,
+        "loops": len(products),
+        "spills_in_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in products),
+        "overlap": all(overlaps(loop) for loop in products),
+        "named_barriers": sorted({int(n) for n in re.findall(r"bar\.(?:sync|arrive)\s+(\d+)", ptx)}),
+        "kilobytes": round(len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", sass)) * 16 / 1024),
+    }
+
+
+def overlaps(loop: str) -> bool:
+    """Whether exponentials stand between the wait for the scores and the wait for the values."""
+    words = re.findall(r"WARPGROUP\.DEPBAR|MUFU\.EX2", loop)
+    waits = [n for n, word in enumerate(words) if word == "WARPGROUP.DEPBAR"]
+    return len(waits) == 2 and waits[1] - waits[0] > 16
+
+
+def main(share: int, shares: int) -> None:
+    Offline.target = GPUTarget("cuda", 90, 32)
+    driver.set_active(Offline())
+    launch.multiprocessors = lambda index: 132
+    launch.zero = lambda device: torch.zeros(1, dtype=torch.int32)
+    launch.forward_kernel = Recorder(launch.forward_kernel)
+    for case in list(CASES)[share::shares]:
+        print(json.dumps(report(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*(map(int, sys.argv[1:]) if len(sys.argv) > 1 else (0, 1)))

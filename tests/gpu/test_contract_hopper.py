@@ -1,0 +1,58 @@
+"""The contract on the Hopper backend, where there is such a GPU."""
+
+import dataclasses
+
+import torch
+
+import onchip
+from contract import Contract, Target
+from contract_run import Case
+from onchip.backends import hopper
+
+REFUSALS = {
+    "float32": Case(),
+    r"dim \d+: its tiles": Case(dims=(5, 5), dtype="float16"),
+    r"dim_v \d+: its tiles": Case(dims=(40, 3), dtype="float16"),
+    "cache layout": Case(layout="cache", dtype="float16", k_lens=(71, 60)),
+    "paged layout": Case(layout="cache", page_size=7, dtype="float16", k_lens=(71, 60)),
+    "dropout": Case(dropout=0.3, dtype="float16"),
+    "an additive bias": Case(score="everything", dtype="float16"),
+}
+
+if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    from onchip.backends.hopper import launch
+
+    class TestHopper(Contract):
+        target = Target(
+            "hopper", device="cuda", dtypes=("float16", "bfloat16"), tile=(128, 128), refusals=REFUSALS
+        )
+
+        def test_the_backend_keeps_the_protocol(self):
+            shape = (1, 9, 2, 8)
+            plan = onchip.plan(shape, shape, shape, backend="reference", device="cuda")
+            problem = dataclasses.replace(plan.problem, dtype=torch.float16)
+            assert hopper.refuse(problem) is None
+            assert (
+                hopper.tiles(problem).tile_m >= 64
+                and hopper.extra_memory(problem, hopper.tiles(problem)) >= 0
+            )
+            assert hopper.refuse(dataclasses.replace(problem, device="moon")) is not None
+
+        def test_counters_are_left_at_zero(self):
+            q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)
+            first = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper", return_lse=True)
+            for _ in range(100):
+                again = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper", return_lse=True)
+                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            assert all(int(counter) == 0 for counter in launch._counters.values())
+
+        def test_a_graph_has_a_counter_of_its_own(self):
+            q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)
+            expected = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper")
+            for _ in range(3):
+                out.zero_()
+                graph.replay()
+                assert torch.equal(out, expected)

@@ -1,0 +1,164 @@
+"""What the Hopper backend decides on the host: refusals, its variants, and the keys that nobody sees."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+
+import onchip
+from onchip import problem as problems, rules
+from onchip.backends import hopper
+from onchip.backends.hopper.table import TABLE, config, kind, padded
+from onchip.backends.hopper.unseen import unseen, without_unseen
+from onchip.backends.hopper.variant import packs, sections, variant
+from onchip.layout import Varlen
+from onchip.problem import Operands
+
+
+def state(q_shape=(2, 100, 4, 64), k_shape=None, mask=None, score=None, dtype=torch.bfloat16, **options):
+    q = torch.empty(q_shape, dtype=dtype)
+    k = torch.empty(k_shape or q_shape, dtype=dtype)
+    mask, score = onchip.Mask() if mask is None else mask, onchip.Score() if score is None else score
+    return problems.state(q, k, k, problems.dense_layout(q, k, k), "dense", mask, score, **options)
+
+
+def test_serves_what_it_is_for():
+    score = onchip.Score(
+        softcap=5.0, alibi=torch.ones(4), sink=torch.ones(4), mod=lambda s, b, h, q, k: s * 0.5
+    )
+    for options in (
+        {},
+        {"mask": onchip.causal()},
+        {"score": score},
+        {"dtype": torch.float16},
+        {"scale": -1.0},
+    ):
+        assert hopper.refuse_shape(state(**options)) is None
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"dtype": torch.float32}, "float32"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"q_shape": (1, 9, 1, 264)}, "dim 264"),
+        ({"q_shape": (1, 9, 1, 20)}, "dim 20"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"score": onchip.Score(bias=torch.zeros(100, 100))}, "bias"),
+        ({"q_shape": (1, 1, 8, 64), "k_shape": (1, 4096, 8, 64)}, "8 tiles of queries for 4096 keys"),
+    ],
+)
+def test_refuses_in_words(options, reason):
+    assert reason in hopper.refuse_shape(state(**options))
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"layout": "cache"}, "cache layout"),
+        ({"layout": "paged"}, "paged layout"),
+        ({"num_splits": 2}, "num_splits"),
+    ],
+)
+def test_refuses_layouts_and_splits(changes, reason):
+    assert reason in hopper.refuse_shape(dataclasses.replace(state(), **changes))
+
+
+def test_refuses_other_devices():
+    assert "cpu" in hopper.refuse(state())
+    if not torch.cuda.is_available():
+        assert "cuda" in hopper.refuse(state())
+
+
+def test_the_backward_pass_is_another_backends():
+    assert hasattr(importlib.import_module(f"onchip.backends.{hopper.BACKWARD}"), "backward")
+    with pytest.raises(NotImplementedError, match=hopper.BACKWARD):
+        hopper.backward(None, None, None, None, None, None)  # type: ignore[arg-type]
+
+
+def test_every_row_of_the_table_fits():
+    for (dim, _), row in TABLE.items():
+        for dims in ((dim, dim), (dim, 64), (64, dim)):
+            problem = state((1, 300, 1, dims[0]))
+            problem = dataclasses.replace(problem, dim_v=dims[1])
+            made = variant(problem, rules.Band(), row, 1)
+            tiles = row.tile_m * (dims[0] + (0 if made.share_q else dims[1]))
+            ring = row.stages * row.tile_n * sum(dims)
+            assert 2 * (tiles + ring) + 1024 <= 232448, (dims, row)
+            assert made.share_q is False or dims[0] == dims[1], "an output in rows of another width"
+
+
+def test_kinds_of_problems():
+    assert [padded(n) for n in (8, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 256, 256]
+    assert kind(state(score=onchip.Score(softcap=1.0))) == kind(state(scale=0.0)) == "modified"
+    assert kind(state(score=onchip.Score(sink=torch.ones(4)))) == kind(state()) == "short"
+    assert kind(state((1, 8192, 1, 64))) == kind(state((1, 8192, 1, 64), mask=onchip.causal())) == "long"
+    assert hopper.tiles(state()).tile_n == config(state()).tile_n
+
+
+@pytest.mark.parametrize(
+    "mask, expected",
+    [
+        (onchip.Mask(), {"masked": True, "edges": False, "dynamic": False, "band_only": True}),
+        (onchip.causal(), {"masked": True, "edges": True, "right": True, "left": False, "dynamic": True}),
+        (onchip.window(3, None), {"right": False, "left": True, "band_only": True}),
+        (onchip.chunked(8) & onchip.causal(), {"band_only": False, "edges": True}),
+        (onchip.where(lambda b, h, q, k: q == k), {"band_only": False, "edges": True, "masked": True}),
+    ],
+)
+def test_variants(mask, expected):
+    problem = state(mask=mask)
+    made = variant(problem, mask.band or rules.Band(), config(problem), 1)
+    assert {name: getattr(made, name) for name in expected} == expected
+    whole = state((1, 256, 1, 64))
+    assert not variant(whole, rules.Band(), config(whole), 1).masked, "no mask and no tail"
+
+
+def test_heads_are_stacked_where_one_tile_holds_them():
+    few = state((1, 16, 8, 64), (1, 50, 2, 64))
+    assert packs(few, 128, False) == 4 and packs(few, 128, True) == packs(few, 32, False) == 1
+    odd = state((1, 16, 6, 64), (1, 50, 2, 64))
+    assert packs(odd, 128, False) == 1 and packs(dataclasses.replace(few, layout="varlen"), 128, False) == 1
+
+
+@pytest.mark.parametrize("shape", [(3, 16384, 5, 128), (2, 512, 16, 64), (1, 70000, 7, 256)])
+def test_sections_divide_the_heads(shape):
+    problem = state(shape)
+    section = sections(problem, problem.heads_q)
+    assert (problem.batch * problem.heads_q) % section == 0
+    assert section == 1 or section * shape[1] * 2 * shape[3] * 2 <= 25 << 20
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_that_nobody_sees(packed):
+    q_lens, k_lens, heads, heads_k = (5, 9), (30, 21), 4, 2
+    fn = lambda b, h, q, k: ((k + h) % 3 == 0) & (k > 2 * b) & (k < q + 11)  # noqa: E731
+    mask = onchip.where(fn)
+    shape = (51, heads_k, 8) if packed else (2, 30, heads_k, 8)
+    q, v = torch.randn(14 if packed else 2, *(() if packed else (9,)), heads, 8), torch.randn(shape)
+    if packed:
+        cu_q, cu_k = torch.tensor([0, 5, 14]), torch.tensor([0, 30, 51])
+        layout, name = Varlen(cu_q, cu_k, None, None, 9, 30), "varlen"
+    else:
+        q_lens, k_lens, layout, name = (9, 9), (30, 30), problems.dense_layout(q, v, v), "dense"
+    problem = problems.state(q, v, v, layout, name, mask, onchip.Score())
+    operands = Operands(q, v, v, layout, mask, onchip.Score())
+    hidden = unseen(problem, operands)
+    for b in range(2):
+        own = hidden[(0, 30)[b] : (30, 51)[b]] if packed else hidden[b]
+        h, i, k = torch.meshgrid(*(torch.arange(n) for n in (heads, q_lens[b], k_lens[b])), indexing="ij")
+        seen = fn(b, h, i, k).any(1).view(heads_k, 2, -1).any(1)
+        assert torch.equal(own, ~seen.mT)
+    clean = without_unseen(problem, operands)
+    assert (
+        torch.equal(clean == 0, hidden[..., None].expand_as(v)) and without_unseen(problem, operands) is not v
+    )
+
+
+def test_values_are_not_copied_where_all_are_seen():
+    q = torch.randn(1, 9, 2, 8)
+    mask = onchip.where(lambda b, h, q, k: k <= q)
+    layout = problems.dense_layout(q, q, q)
+    problem = problems.state(q, q, q, layout, "dense", mask, onchip.Score())
+    assert without_unseen(problem, Operands(q, q, q, layout, mask, onchip.Score())) is q
