@@ -19,7 +19,7 @@ import operator
 import warnings
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ import onchip
 
 # Keyword arguments that reach every layer and do not bear on attention: positions are already in q, k and the mask.
 UNRELATED = {
+    "deterministic",  # onchip is so by default
+    "max_length_k",  # told by cu_seq_lens
+    "max_length_q",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -86,7 +89,7 @@ def visible_keys(
     use_vmap: bool = False,
     device: Any = "cpu",
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | None:
     """The mask function (transformers fixes its signature): a `Visible`, or a bool tensor for an unknown pattern.
 
     Query i is at position q_offset + i, key j at kv_offset + j; attention_mask (batch, positions) is True at tokens.
@@ -97,54 +100,95 @@ def visible_keys(
         "config",
     }:  # the window again; for other kinds of masks
         raise NotImplementedError(f"onchip: a mask with {', '.join(sorted(unknown))}, which is not supported")
-    found = band(mask_function)
-    if allow_is_causal_skip or allow_is_bidirectional_skip:  # else the model needs a real tensor
-        left, right = found or (None, None)
+    common = (batch_size, q_length, kv_length, cast(int, q_offset), kv_offset, mask_function, attention_mask)
+    if torch.compiler.is_compiling():  # a graph can neither look into closures nor carry a Visible
+        causal = mask_function is causal_mask_function and allow_is_causal_skip
+        full = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
+        if (causal or full) and attention_mask is None and kv_length == q_length:
+            return None  # `implied_mask` knows, as transformers' own attention does
+        return sdpa_mask(*common, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
+    found = pattern(mask_function)
+    # Without leave to skip, the model needs a real tensor; for packed sequences transformers never gives leave.
+    if found and (allow_is_causal_skip or allow_is_bidirectional_skip or found.ids is not None):
         end = int(q_offset) + q_length - kv_offset  # one past the last query's own key
-        keys = min(end, kv_length) if right == 0 else kv_length
-        # A band is aligned so that the last query is at the last key; without a band that does not matter.
-        if found and (keys == end or found == (None, None)):
-            seen = None if found == (None, None) else onchip.window(left, right)
+        keys = min(end, kv_length) if found.right == 0 else kv_length
+        # Bands and chunks are aligned so that the last query is at the last key; without them that does not matter.
+        if keys == end or found == Pattern():
             tokens = None if attention_mask is None else token_mask(attention_mask[:, kv_offset:], keys)
-            parts = [part for part in (seen, tokens) if part is not None]
+            parts = [part for part in (*found.masks(), tokens) if part is not None]
             mask = reduce(operator.and_, parts) if parts else None
-            return Visible.of((batch_size, 1, q_length, kv_length), device, mask, keys, causal=right == 0)
+            shape = (batch_size, 1, q_length, kv_length)
+            return Visible.of(shape, device, mask, keys, causal=found.right == 0)
     if q_length > 1:
-        pattern = getattr(mask_function, "__qualname__", repr(mask_function))
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
         size = batch_size * q_length * kv_length
-        warnings.warn(f"onchip: mask {pattern} is stored as a boolean tensor of {size} bytes", stacklevel=2)
-    made = sdpa_mask(
-        batch_size, q_length, kv_length, cast(int, q_offset), kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-    )  # fmt: skip
-    return cast(Tensor, made)  # it is None only where a skip is allowed
+        warnings.warn(f"onchip: mask {name} is stored as a boolean tensor of {size} bytes", stacklevel=2)
+    return sdpa_mask(*common, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
 
 
-def band(mask_function: Callable) -> tuple[int | None, int | None] | None:
-    """How far a query sees to its (left, right), None = all the way; None when that does not describe the function.
+class Pattern(NamedTuple):
+    """What a mask function of transformers shows: how far a query sees to the left and right (None = all the way), its
+    chunk, its document (ids (batch, seqlen)). remapped: positions count from the start of each document."""
 
-    transformers composes its mask functions from closures; they are recognised by name, so one that is renamed in
-    another version merely becomes a boolean tensor.
-    """
+    left: int | None = None
+    right: int | None = None
+    chunk: int | None = None
+    ids: Tensor | None = None
+    remapped: bool = False
+
+    def masks(self) -> list[onchip.Mask]:
+        bounded = self.left is not None or self.right is not None
+        parts = [onchip.window(self.left, self.right)] if bounded else []
+        parts += [] if self.chunk is None else [onchip.chunked(self.chunk)]
+        return parts + ([] if self.ids is None else [onchip.documents(self.ids)])
+
+
+def pattern(mask_function: Callable) -> Pattern | None:
+    """The Pattern of a mask function; None when that does not describe it."""
+    found = _pattern(mask_function)
+    # Distances within a document are the same wherever positions count from; chunks are not.
+    if found is not None and found.remapped and (found.ids is None or found.chunk is not None):
+        return None
+    return found
+
+
+def _pattern(mask_function: Callable) -> Pattern | None:
+    """transformers composes its mask functions from closures; they are recognised by name, so one that is renamed in
+    another version merely becomes a boolean tensor."""
     if mask_function is causal_mask_function:
-        return None, 0
+        return Pattern(right=0)
     if mask_function is bidirectional_mask_function:
-        return None, None
+        return Pattern()
     if not inspect.isfunction(mask_function) or mask_function.__module__ != causal_mask_function.__module__:
         return None
     closure = inspect.getclosurevars(mask_function).nonlocals
     match mask_function.__qualname__.split(".")[0]:
         case "sliding_window_overlay":
-            return closure["sliding_window"] - 1, None
+            return Pattern(left=closure["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay":
-            return closure["sliding_window"], closure["sliding_window"]
+            return Pattern(closure["sliding_window"], closure["sliding_window"])
+        case "chunked_overlay" if not closure["left_padding"].any():
+            return Pattern(chunk=closure["chunk_size"])
+        case "packed_sequence_mask_function":
+            return Pattern(ids=closure["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":
+            inner = _pattern(closure["mask_function"])
+            return None if inner is None else inner._replace(remapped=True)
         case "and_masks":
-            parts = [band(part) for part in closure["mask_functions"]]
-            if None in parts:
-                return None
-            left, right = zip(*parts, strict=True)
-            return min_bound(left), min_bound(right)
+            return _all(closure["mask_functions"])
     return None
+
+
+def _all(mask_functions: tuple[Callable, ...]) -> Pattern | None:
+    parts = [_pattern(part) for part in mask_functions]
+    known = [part for part in parts if part is not None]
+    ids = [part.ids for part in known if part.ids is not None]
+    chunks = [part.chunk for part in known if part.chunk is not None]
+    if len(known) < len(parts) or len(ids) > 1 or len(chunks) > 1:
+        return None
+    left, right = (min_bound(side) for side in zip(*(part[:2] for part in known), strict=True))
+    remapped = any(part.remapped for part in known)
+    return Pattern(left, right, chunks[0] if chunks else None, ids[0] if ids else None, remapped)
 
 
 def min_bound(bounds: tuple[int | None, ...]) -> int | None:
@@ -175,6 +219,8 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function (transformers fixes its signature).
@@ -210,6 +256,9 @@ def attend(
         mask = onchip.dense(attention_mask)
     else:  # an additive mask
         mask, bias = None, attention_mask if bias is None else bias + attention_mask
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packed = packed_mask(module, cu_seq_lens_q, cu_seq_lens_k)
+        mask = packed if mask is None else mask & packed
     scored = softcap is not None or bias is not None or s_aux is not None
     out = onchip.attention(
         query.transpose(1, 2),
@@ -221,6 +270,15 @@ def attend(
         dropout=dropout,
     )
     return cast(Tensor, out), None
+
+
+def packed_mask(module: torch.nn.Module, starts_q: Tensor | None, starts_k: Tensor | None) -> onchip.Mask:
+    """The sequences of one row, by their boundaries (0, ..., seqlen)."""
+    if starts_q is None or starts_k is None or not (starts_q is starts_k or torch.equal(starts_q, starts_k)):
+        raise NotImplementedError(
+            f"onchip: {type(module).__name__} passes cu_seq_lens_q without cu_seq_lens_k, or different ones"
+        )
+    return onchip.documents(cu_seqlens=starts_q)
 
 
 def implied_mask(

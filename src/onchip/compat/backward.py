@@ -1,0 +1,64 @@
+"""The private backward entry points: gradients from a given out and softmax_lse, as ring attention calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import problem as problems, select
+from onchip.compat.translate import packed
+from onchip.inputs import varlen_layout
+from onchip.problem import Operands, Saved, check_types
+
+
+def gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    targets: tuple[Tensor | None, Tensor | None, Tensor | None],
+    *,
+    mask: Any,
+    score: Any,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: Any = None,
+    max_k: Any = None,
+    used_q: Tensor | None = None,
+    used_k: Tensor | None = None,
+    dlse: Tensor | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, written to the targets that are given, and softmax_d, the row sums of dout * out.
+
+    out and lse may be those of a larger set of keys, of which k and v are a part.
+    """
+    shapes = [x.shape for x in (q, k, v)]
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
+    if cu_q is not None or cu_k is not None or used_q is not None or used_k is not None:
+        if cu_q is None:
+            (q, cu_q), (out, _), (dout, _) = packed(q), packed(out), packed(dout)
+            lse = lse.transpose(0, 1).flatten(1)
+            dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
+        if cu_k is None:
+            (k, cu_k), (v, _) = packed(k), packed(v)
+        layout, kind = varlen_layout(q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k), "varlen"
+    else:
+        layout, kind = problems.dense_layout(q, k, v), "dense"
+    problem = problems.state(q, k, v, layout, kind, mask, score, **options)
+    backend = select.load(select.choose(problem))
+    operands = Operands(q, k, v, layout, *check_types(mask, score), seed)
+    saved = Saved(out, lse, torch.zeros_like(lse), frozenset("qkv"))
+    with torch.no_grad():
+        found = backend.backward(problem, operands, saved, dout, dlse, backend.tiles(problem))
+    results = []
+    for target, shape, grad in zip(targets, shapes, (found.q, found.k, found.v), strict=True):
+        assert grad is not None
+        grad = grad.view(shape)
+        results.append(grad if target is None else target.copy_(grad))
+    return (*results, delta)  # type: ignore[return-value]

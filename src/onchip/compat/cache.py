@@ -1,0 +1,81 @@
+"""flash_attn_with_kvcache of every version, and packed queries over pages, as onchip.attention_with_cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onchip
+from onchip.compat.translate import longest, offsets, widened
+
+
+def attend_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: int | Tensor | None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    max_q: Any = None,
+    page_table: Tensor | None = None,
+    rotary: onchip.Rotary | None = None,
+    rotary_start: Tensor | None = None,
+    spread: bool = True,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over a cache. rotary_start: the position of the first new key and query, where it is not
+    cache_seqlens; spread: queries stand behind one another (causal or local), else all at the first position."""
+    if cache_seqlens is None:
+        cache_seqlens = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if qv is not None and k is not None:
+        raise NotImplementedError(
+            "qv: with k to append is not supported; append first, then call without k and v"
+        )
+    if qv is not None and cu_q is None:
+        q, k_cache = widened(q, k_cache, v_cache, qv)
+    if cu_q is not None:
+        if rotary is not None or qv is not None:
+            raise NotImplementedError(
+                "cu_seqlens_q: with rotary_cos or qv is not supported; rotate q before the call"
+            )
+        return _ragged(q, k_cache, v_cache, cu_q, max_q, cache_seqlens=cache_seqlens, k=k, v=v, page_table=page_table,
+                       **options)  # fmt: skip
+    if rotary is not None and k is None:
+        raise NotImplementedError("rotary_cos: without k and v to append is not supported, as in flash_attn")
+    if (
+        rotary is not None
+        and k is not None
+        and (rotary_start is not None or not spread or q.shape[1] != k.shape[1])
+    ):
+        start = torch.as_tensor(cache_seqlens if rotary_start is None else rotary_start, device=q.device)
+        start = start.expand(q.shape[0])[:, None]
+        rotary.check(q.shape[-1], None)
+        q = rotary.rotate(q, start + torch.arange(q.shape[1] if spread else 1, device=q.device))
+        k = rotary.rotate(k, start + torch.arange(k.shape[1], device=q.device))
+        rotary = None
+    return onchip.attention_with_cache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, k=k, v=v, page_table=page_table, rotary=rotary,
+        return_lse=True, **options,
+    )  # type: ignore[return-value]  # fmt: skip
+
+
+def _ragged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_q: Tensor, max_q: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Packed queries, each sequence at the end of its row of a padded batch: the last query stands at the last key."""
+    width = longest(cu_q) if max_q is None else int(max_q)
+    if q.device.type == "cpu" and width < longest(cu_q):
+        raise ValueError(
+            f"max_seqlen_q: got {width}, expected at least the longest sequence, {longest(cu_q)}"
+        )
+    batch, position = offsets(cu_q, q)
+    column = position + width - cu_q.diff()[batch]
+    rows = q.new_zeros(cu_q.numel() - 1, width, *q.shape[1:])
+    rows[batch, column] = q
+    out, lse = onchip.attention_with_cache(rows, k_cache, v_cache, return_lse=True, **options)
+    return out[batch, column], lse[batch, :, column].transpose(0, 1)

@@ -1,0 +1,1 @@
+"""FlashAttention-2's subpackage `flash_attn.ops`."""

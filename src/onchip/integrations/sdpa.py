@@ -1,0 +1,154 @@
+"""`sdpa`: torch's scaled_dot_product_attention with all of its arguments, and `replace_sdpa` to route models to it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.api import attention
+from onchip.mask import Mask
+from onchip.masks import causal, dense
+from onchip.score import Score
+
+_CAUSAL = {align: causal(align=align) for align in ("top_left", "bottom_right")}  # kept: their schedules are
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, computed by onchip.
+
+    query (..., heads_q, seqlen_q, dim), key and value (..., heads_k, seqlen_k, dim | dim_v) with any leading
+    dimensions that broadcast, none included; returns (..., heads_q, seqlen_q, dim_v). attn_mask broadcasts to (...,
+    heads_q, seqlen_q, seqlen_k): bool, True = visible, floating, added to the scores (and gets a gradient), or one of
+    torch.nn.attention.bias. is_causal aligns the first query with the first key. dropout_p holds whatever the mode.
+    enable_gqa: heads_q may be a multiple of heads_k.
+
+    A query that sees no key gets 0. Raises ValueError or TypeError for what does not fit, also attn_mask beside
+    is_causal; NotImplementedError for nested tensors.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask: given with is_causal=True, expected one or the other")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor (..., heads, seqlen, dim)")
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise NotImplementedError(
+            "query, key, value: nested tensors are not supported; use onchip.attention_varlen"
+        )
+    mask, bias = (_CAUSAL["top_left"] if is_causal else None), None
+    if attn_mask is not None:
+        mask, bias = _read_mask(attn_mask)
+    if query.dim() != 4 or query.shape[:-2] != key.shape[:-2] or key.shape[:-2] != value.shape[:-2]:
+        return _broadcast(query, key, value, mask, bias, dropout_p, scale, enable_gqa)
+    if isinstance(mask, Tensor):
+        mask = dense(mask)
+    score = None if bias is None else Score(bias=bias)
+    return attention(query, key, value, mask=mask, score=score, scale=scale, dropout=dropout_p, layout="bhsd")  # type: ignore
+
+
+def _read_mask(attn_mask: Tensor) -> tuple[Mask | Tensor | None, Tensor | None]:
+    """(mask, bias): a bool tensor stays one, to be broadcast first."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if isinstance(attn_mask, CausalBias):
+        upper = attn_mask.variant is CausalVariant.UPPER_LEFT
+        return _CAUSAL["top_left" if upper else "bottom_right"], None
+    if attn_mask.dtype is torch.bool:
+        return attn_mask, None
+    if not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask: has dtype {attn_mask.dtype}, expected bool or a floating dtype")
+    return None, attn_mask
+
+
+def _broadcast(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    bias: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    """Inputs with other than 4 dimensions, or with leading dimensions that differ, as (batch, heads, seqlen, dim)."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.dim() < 2:
+            raise ValueError(f"{name}: has shape {tuple(x.shape)}, expected at least 2 dimensions")
+    shapes = [x.shape[:-2] for x in (q, k, v)]
+    if gqa:
+        if not all(shapes):
+            raise ValueError("enable_gqa: is True for tensors without a dimension of heads")
+        lead = _common(*(s[:-1] for s in shapes))
+        leads = [(*lead, s[-1]) for s in shapes]
+    else:
+        leads = [_common(*shapes)] * 3
+    out_lead = leads[0]
+
+    def four(x: Tensor, lead: tuple[int, ...]) -> Tensor:
+        batch, heads = (math.prod(lead[:-1]), lead[-1]) if len(lead) > 1 else (math.prod(lead), 1)
+        return x.expand(*lead, *x.shape[-2:]).reshape(batch, heads, *x.shape[-2:])
+
+    def pairs(x: Tensor) -> Tensor:
+        """A mask, or bias, that still broadcasts wherever it did."""
+        if x.dim() <= 2 or len(out_lead) == 2:
+            return x
+        return x.unsqueeze(1) if len(out_lead) == 1 else four(x, out_lead)
+
+    mask = dense(pairs(mask)) if isinstance(mask, Tensor) else mask
+    score = None if bias is None else Score(bias=pairs(bias))
+    tensors = (four(x, lead) for x, lead in zip((q, k, v), leads, strict=True))
+    out = attention(*tensors, mask=mask, score=score, scale=scale, dropout=dropout, layout="bhsd")
+    assert isinstance(out, Tensor)
+    return out.reshape(*out_lead, *out.shape[-2:])
+
+
+def _common(*shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ValueError(
+            f"query, key, value: have leading dimensions {', '.join(str(tuple(s)) for s in shapes)}, which should "
+            "broadcast; fewer key heads need enable_gqa=True"
+        ) from None
+
+
+@contextmanager
+def replace_sdpa() -> Iterator[None]:
+    """Route every call of F.scaled_dot_product_attention to `sdpa`, in all threads, until the context ends.
+
+    Every module's name for torch's function is rebound, and torch.nn.MultiheadAttention's fused path, which does not
+    call it, is switched off meanwhile.
+    """
+    original = torch.nn.functional.scaled_dot_product_attention
+    found = [
+        (module, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and not module.__name__.startswith("torch._C")
+        for name, value in list(module.__dict__.items())
+        if value is original
+    ]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for module, name in found:
+            setattr(module, name, sdpa)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, name in found:
+            setattr(module, name, original)

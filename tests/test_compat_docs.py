@@ -1,0 +1,67 @@
+"""docs/compatibility.md names every parameter of every mirrored function, and tests that exist."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from mirrored import MIRRORED, TORCH
+
+TESTS = Path(__file__).parent
+TEXT = (TESTS.parent / "docs" / "compatibility.md").read_text(encoding="utf-8")
+BODY, REFUSED = TEXT.split("## Refused names")
+EVERY = {**MIRRORED, **TORCH}
+SECTIONS = {}  # (module, function) -> its table
+for chunk in re.split(r"^## ", BODY, flags=re.M)[1:]:
+    module, *functions = re.split(r"^### ", chunk, flags=re.M)
+    for text in functions:
+        SECTIONS[module.strip(), text.splitlines()[0].strip()] = text
+ROW = re.compile(r"^\| (`.+?`) \| (\w+) \| (.*?) \| \[(\w+)\]\(\.\./tests/(\w+\.py)\) \|$", re.M)
+
+
+def refused(module, name):
+    line = re.search(rf"^- {re.escape(module)}: (.+)$", REFUSED, re.M)
+    return line is not None and f"`{name.split('.')[0]}`" in line[1].split(", ")
+
+
+@pytest.mark.parametrize("module", EVERY)
+def test_every_parameter_has_its_row(module):
+    for name, parameters in EVERY[module].items():
+        if refused(module, name):
+            assert (module, name) not in SECTIONS
+            continue
+        names = [
+            p
+            for p in inspect.signature(eval(f"lambda {neutral(parameters)}: None")).parameters
+            if p != "self"
+        ]
+        rows = ROW.findall(SECTIONS[module, name])
+        assert sorted(p for row in rows for p in re.findall(r"`(\w+)`", row[0])) == sorted(names), name
+        for _, state, note, _, _ in rows:
+            assert state in ("works", "differs", "refused")
+            assert state != "differs" or note, f"{name}: what differs?"
+
+
+def neutral(parameters):
+    """Without default values, whose names need imports."""
+    arguments = ast.parse(f"def f({parameters}): pass").body[0].args
+    return ", ".join(a.arg for a in arguments.args + arguments.kwonlyargs)
+
+
+def test_no_row_is_left_over():
+    known = {(module, name) for module, names in EVERY.items() for name in names}
+    assert SECTIONS.keys() <= known
+    rows = re.findall(r"^\| `.*$", BODY, re.M)
+    assert len(rows) == len(ROW.findall(BODY)), "a row that this test cannot read"
+
+
+def test_the_named_tests_exist():
+    found = set(re.findall(r"\[(test_\w+)\]\(\.\./tests/(\w+\.py)\)", TEXT))
+    assert found >= {(name, file) for *_, name, file in ROW.findall(BODY)}
+    for name, file in found:
+        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            f"{file}::{name}"
+        )

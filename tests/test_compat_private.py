@@ -1,0 +1,106 @@
+"""The private entry points of flash_attn's interface that other libraries import."""
+
+import pytest
+import torch
+
+import onchip
+import onchip.compat.flash_attn as flash_attn
+from checks import qkv
+from onchip.compat.flash_attn import flash_attn_interface as fa
+from test_compat_flash_attn import CU_K, CU_Q, cu
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_private_forward_and_backward_agree_with_autograd(dropout_p):
+    q, k, v = (x.requires_grad_() for x in qkv(2, 9, 13, 4, 2))
+    slopes = torch.rand(4)
+    common = (dropout_p, 0.3, True, 5, 0, 2.0, slopes)
+    torch.manual_seed(5)
+    out, lse, probs, rng = fa._flash_attn_forward(q, k, v, *common, dropout_p > 0)
+    assert not out.requires_grad and rng.shape == (2,)
+    assert probs.shape == ((2, 4, 9, 13) if dropout_p else (0,))
+    torch.manual_seed(5)
+    want = flash_attn.flash_attn_func(q, k, v, dropout_p, 0.3, True, (5, 0), 2.0, slopes)
+    assert torch.equal(out, want.detach())
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(want, (q, k, v), dout)
+    given = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    delta = fa._flash_attn_backward(dout, q, k, v, out, lse, *(x.detach() for x in given), *common, True, rng)
+    for ours, truth in zip(given, grads, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(delta, (dout * out).sum(-1).transpose(1, 2))
+
+
+def test_private_varlen_forward_and_backward_agree_with_autograd():
+    q, k, v = (torch.randn(n, h, 16, requires_grad=True) for n, h in ((12, 4), (17, 2), (17, 2)))
+    lengths = (cu(CU_Q), cu(CU_K), 7, 7)
+    out, lse, _, rng = fa._flash_attn_varlen_forward(q, k, v, *lengths, 0.2, 0.3, True)
+    dout = torch.randn_like(out)
+    given = [torch.empty_like(x).detach() for x in (q, k, v)]
+    delta = fa._flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *given, *lengths, 0.2, 0.3, True, -1, -1, 0.0, None, False, rng
+    )
+    want = onchip_varlen(q, k, v, int(rng[0]))
+    for ours, truth in zip(given, torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+    assert delta.shape == (4, 12)
+
+
+def onchip_varlen(q, k, v, seed):
+    return onchip.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu(CU_Q),
+        cu_seqlens_k=cu(CU_K),
+        mask=onchip.causal(),
+        scale=0.3,
+        dropout=0.2,
+        seed=seed,
+    )
+
+
+def test_private_backward_of_a_part_of_the_keys():
+    """Ring attention: gradients of each part of the keys, from the whole's out and lse."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 10, 12, 2))
+    whole = flash_attn.flash_attn_func(q, k, v)
+    dout = torch.randn_like(whole)
+    grads = torch.autograd.grad(whole, (q, k, v), dout)
+    out, lse, *_ = fa._flash_attn_forward(q, k, v, 0.0, 0.25, False, -1, -1, 0.0, None, False)
+    dq = torch.zeros_like(q)
+    for part in (slice(0, 5), slice(5, 12)):
+        given = [torch.empty_like(x).detach() for x in (q, k[:, part], v[:, part])]
+        fa._wrapped_flash_attn_backward(
+            dout, q, k[:, part], v[:, part], out, lse, *given, 0.0, 0.25, False, -1, -1, 0.0, None, False
+        )
+        dq += given[0]
+        torch.testing.assert_close(given[1], grads[1][:, part], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(given[2], grads[2][:, part], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dq, grads[0], rtol=1e-5, atol=1e-6)
+
+
+def test_private_pages_and_refusals():
+    pages = torch.randn(2, 9, 4, 2, 16)
+    table = torch.tensor([[5, 1, 7], [0, 2, 3], [8, 6, 4]], dtype=torch.int32)
+    q, used = torch.randn(12, 4, 16), cu([7, 3, 11])
+    args = (cu(CU_Q), cu([0, 12, 24, 36]), 7, 12, 0.0, 0.25, True)
+    out, lse, _, _ = fa._flash_attn_varlen_forward(q, *pages, *args, block_table=table, seqused_k=used)
+    k, v = (torch.cat([p[table[b]].flatten(0, 1)[:n] for b, n in enumerate(used)]) for p in pages)
+    want = fa._flash_attn_varlen_forward(q, k, v, cu(CU_Q), cu([0, 7, 10, 21]), 7, 11, 0.0, 0.25, True)
+    torch.testing.assert_close((out, lse), want[:2])
+    with pytest.raises(NotImplementedError, match="leftpad_k"):
+        fa._flash_attn_varlen_forward(q, k, v, *args, leftpad_k=used)
+    with pytest.raises(NotImplementedError, match="return_softmax"):
+        fa._flash_attn_varlen_forward(q, *pages, *args, block_table=table, return_softmax=True)
+    dense = qkv(1, 3, 3, 1)
+    with pytest.raises(ValueError, match="rng_state"):
+        fa._flash_attn_backward(*dense[:1], *dense, dense[0], torch.zeros(1, 1, 3), None, None, None, 0.5, 1.0,
+                                False, -1, -1, 0.0, None, False)  # fmt: skip
+
+
+def test_helpers():
+    assert fa.round_multiple(5, 4) == 8 and fa.round_multiple(8, 4) == 8
+    x = torch.randn(3, 4).t()
+    assert fa.maybe_contiguous(x).is_contiguous() and fa.maybe_contiguous(None) is None
+    with pytest.raises(AttributeError):
+        _ = fa.nothing
