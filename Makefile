@@ -33,12 +33,12 @@ test: $(VENV)/.test $(VENV)/.triton  ## run the whole test suite (PYTEST_ARGS="-
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
-	$(VENV)/bin/ruff check src tests benchmarks
-	$(VENV)/bin/ruff format --check src tests benchmarks
+	$(VENV)/bin/ruff check src tests benchmarks shims
+	$(VENV)/bin/ruff format --check src tests benchmarks shims
 
 format: $(VENV)/.dev  ## apply ruff's fixes and formatting
-	$(VENV)/bin/ruff check --fix src tests benchmarks
-	$(VENV)/bin/ruff format src tests benchmarks
+	$(VENV)/bin/ruff check --fix src tests benchmarks shims
+	$(VENV)/bin/ruff format src tests benchmarks shims
 
 types: $(VENV)/.dev  ## pyright on src
 	$(VENV)/bin/pyright

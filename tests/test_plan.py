@@ -1,6 +1,7 @@
 """`plan`: its numbers against brute force, from tensors or shapes alone; what it prints; what it refuses."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import onchip
 from checks import qkv
 from contract_masks import MASKS, Shape, full_truth
-from onchip import select
+from onchip import select, traffic
 from onchip.schedule import Tiles
 from test_schedule import true_kinds
 
@@ -203,3 +204,83 @@ def test_extra_memory_grows_as_it_should(backend):
     """Linear in the length for the tiled loop, quadratic for the dense one."""
     sizes = [onchip.plan(*((1, n, 8, 64),) * 3, backend=backend).extra_memory for n in (4096, 8192)]
     assert 1.0 <= sizes[1] / sizes[0] <= (2.1 if backend == "cpu" else 4.1)
+
+
+def test_traffic_of_a_plan():
+    """Its own backend's passes and the other algorithms', which make no schedules for the mask that calls use."""
+    mask = onchip.causal()
+    shape = (2, 600, 4, 16)
+    plan = onchip.plan(shape, (2, 600, 2, 16), (2, 600, 2, 16), mask=mask)
+    own = plan.passes()
+    assert set(own) == {"forward", "backward"} and own["forward"].flops == plan.flops
+    assert own["forward"].tiles["attend"] == plan.tiles
+    assert plan.traffic["onchip"] == own and set(plan.traffic) == set(traffic.ALGORITHMS)
+    assert plan.dense_memory == 3 * 2 * 4 * 600 * 600 * 4
+    assert not mask.cache
+    with pytest.raises(ValueError, match="algorithm"):
+        plan.passes("flash9")
+
+
+def test_what_it_prints_of_traffic_and_memory():
+    plan = onchip.plan(*((1, 1024, 8, 64),) * 3, mask=onchip.causal(), backend="cpu")
+    text = str(plan)
+    own = plan.passes()
+    for part in own.values():
+        assert f"{part.read_bytes / 2**20:.1f} MiB read, {part.write_bytes / 2**20:.1f} MiB written" in text
+        assert f"{part.flops / 1e9:.3f}" in text
+    assert f"standard attention {plan.dense_memory / 2**20:.1f} MiB" in text
+    assert "floor" not in text  # it would have to measure this CPU
+    report = plan.report()
+    assert report.startswith(text) and len(report.splitlines()) == len(text.splitlines()) + 2
+    assert "on cpu, compute-bound" in report
+
+
+def test_a_device_that_is_not_here():
+    """Named, it takes the place of cuda; its floor is that of its datasheet."""
+    shape = (4, 4096, 16, 128)
+    options = {"dtype": torch.bfloat16, "backend": "reference"}
+    plan = onchip.plan(shape, shape, shape, device="H200", **options)
+    assert plan.problem.device == "cuda" and plan.device.name == "H200"
+    floor = plan.floor()
+    assert floor.bound == "compute" and floor.seconds == pytest.approx(plan.flops / 989.4e12)
+    assert "bfloat16 on H200" in str(plan) and "on H200, compute-bound" in plan.report()
+    decode = onchip.plan((4, 1, 16, 128), shape, shape, device="a100", **options)
+    assert decode.floor().bound == "memory"
+    assert decode.floor().seconds == pytest.approx(decode.passes("minimum")["forward"].bytes / 2.039e12)
+    with pytest.raises(ValueError, match="device.*H900.*A100.*MI300X"):
+        onchip.plan(shape, shape, shape, device="H900")
+
+
+def test_the_picture():
+    picture = onchip.plan(*((1, 64, 1, 8),) * 3, mask=onchip.causal()).picture(4, 4)
+    assert picture == ["▒···", "█▒··", "██▒·", "███▒"]
+    plan = onchip.plan(*((1, 1000, 2, 8),) * 3, mask=onchip.window(99, 0))
+    assert len(plan.picture()) == 12 and {len(row) for row in plan.picture()} == {32}
+    for row in plan.picture():
+        assert row in str(plan)
+    assert onchip.plan((1, 3, 1, 8), (1, 2, 1, 8), (1, 2, 1, 8)).picture() == ["██"] * 3
+    assert onchip.plan((1, 0, 1, 8), (1, 2, 1, 8), (1, 2, 1, 8)).picture() == []
+
+
+def test_copies_are_said(monkeypatch):
+    """By a backend that copies what it cannot address, of the tensors as they lie."""
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in "qkv")
+    k = torch.randn(1, 8, 16, 2).transpose(2, 3)
+    assert onchip.plan(q, k, v).copies == ()
+    monkeypatch.setattr(select.load("cpu"), "copies", lambda tensor: tensor.stride(-1) != 1, raising=False)
+    plan = onchip.plan(q, k, v)
+    assert plan.copies == ("k",) and "copies     k: made contiguous" in str(plan)
+    assert onchip.plan(q, k.contiguous(), v).copies == ()
+    heads_first = onchip.plan(*(x.transpose(1, 2) for x in (q, k, v)), layout="bhsd")
+    assert heads_first.copies == ("k",)
+
+
+def test_json():
+    plan = onchip.plan(*((1, 100, 2, 8),) * 3, mask=onchip.causal(), device="H100", backend="reference")
+    found = json.loads(json.dumps(plan.to_json()))
+    assert found["device"] == "H100" and found["problem"]["dtype"] == "float32"
+    assert found["traffic"]["onchip"]["forward"] == plan.passes()["forward"].to_json()
+    assert found["floor"]["backward"] == {
+        "seconds": plan.floor("backward").seconds,
+        "bound": plan.floor("backward").bound,
+    }

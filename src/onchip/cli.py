@@ -1,12 +1,13 @@
-"""The command line: `onchip demo`, which needs the extras of `pip install "onchip[demo]"`."""
+"""The command line: `onchip demo | plan | bench | verify | doctor`."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,15 +30,242 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A small version that takes seconds.")] = False,
 ) -> None:
     """Embed real text, train a small model, measure time and memory, write a report (about two minutes)."""
-    missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"onchip: the demo needs {', '.join(missing)}: {INSTALL}")
+    _need(DEMO_NEEDS, "the demo", INSTALL)
     from onchip.demo.run import run
 
     try:
         run(out, steps=steps, quick=quick)
     except (OSError, RuntimeError) as error:
         sys.exit(f"onchip: {error}")
+
+
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1)]
+Seqlen = Annotated[int, typer.Option("--seqlen", "-n", min=1, help="Queries of a sequence.")]
+SeqlenK = Annotated[int | None, typer.Option(min=1, help="Keys of a sequence, if not as many.")]
+Heads = Annotated[int, typer.Option("--heads", "-H", min=1, help="Query heads.")]
+HeadsK = Annotated[int | None, typer.Option(min=1, help="Key heads, if fewer.")]
+Dim = Annotated[int, typer.Option("--dim", "-d", min=1)]
+DimV = Annotated[int | None, typer.Option(min=1, help="Dim of the values, if another.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.")]
+MaskText = Annotated[
+    str,
+    typer.Option(
+        "--mask", "-m", help='As "causal & (window(255, 0) | sinks(4))", "blocks(0.25, 64)", "documents(8)".'
+    ),
+]
+Softcap = Annotated[float | None, typer.Option(help="Of the scores.")]
+Dropout = Annotated[float, typer.Option(min=0.0, max=1.0)]
+BackendName = Annotated[str | None, typer.Option(help="By name, or the first that serves the problem.")]
+
+
+@app.command()
+def plan(
+    batch: Batch = 1,
+    seqlen: Seqlen = 1024,
+    seqlen_k: SeqlenK = None,
+    heads: Heads = 8,
+    heads_k: HeadsK = None,
+    dim: Dim = 64,
+    dim_v: DimV = None,
+    dtype: Dtype = "fp32",
+    mask: MaskText = "",
+    softcap: Softcap = None,
+    dropout: Dropout = 0.0,
+    backend: BackendName = None,
+    device: Annotated[
+        str | None, typer.Option(help="A100, H100, H200, B200, RTX 4090, MI300X or cpu.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a call would do: backend, tiles, FLOPs, bytes, memory, the least time, and a picture of the mask."""
+    import onchip as package
+    from onchip.bench.cases import Case
+
+    case = _case(
+        Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
+        dtype=dtype, mask=mask, softcap=softcap, dropout=dropout,
+    )  # fmt: skip
+    q = (case.batch, case.seqlen_q, case.heads_q, case.dim)
+    k, v = ((case.batch, case.k_len, case.kv_heads, d) for d in (case.dim, case.value_dim))
+    score = None if softcap is None else package.Score(softcap=softcap)
+    where = device or _here()
+    options: dict[str, Any] = {"dtype": case.torch_dtype, "device": where, "backend": backend}
+    try:
+        found = package.plan(
+            q,
+            k,
+            v,
+            mask=case.make_mask("cuda" if where == "cuda" else "cpu"),
+            score=score,
+            dropout=dropout,
+            **options,
+        )
+        text = json.dumps(found.to_json(), indent=1) if as_json else found.report()
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        sys.exit(f"onchip: {_line(error)}")
+    if as_json:
+        print(text)
+    else:
+        _show(text)
+
+
+@app.command()
+def bench(
+    what: Annotated[
+        str, typer.Argument(help='"paper" for the first paper\'s three experiments, or nothing.')
+    ] = "",
+    batch: Batch = 1,
+    seqlen: Annotated[
+        str, typer.Option("--seqlen", "-n", help="Queries, or several: 512,1024,2048.")
+    ] = "1024",
+    seqlen_k: SeqlenK = None,
+    heads: Heads = 8,
+    heads_k: HeadsK = None,
+    dim: Dim = 64,
+    dim_v: DimV = None,
+    dtype: Dtype = "fp32",
+    mask: Annotated[
+        list[str], typer.Option("--mask", "-m", help='As for plan; may be repeated, "full" for none.')
+    ] = [],  # noqa: B006 - typer copies it
+    softcap: Softcap = None,
+    dropout: Dropout = 0.0,
+    step: Annotated[str, typer.Option("--pass", help="forward, backward, both or decode.")] = "forward",
+    cases: Annotated[
+        Path | None, typer.Option(help="YAML or JSON of named cases, in place of sizes.")
+    ] = None,
+    impl: Annotated[str, typer.Option(help="Implementations, by commas; all that are here if none.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 7,
+    cool: Annotated[
+        float, typer.Option(min=0.0, help="Idle seconds before each measurement; 0: sustained.")
+    ] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="Directory for results.json and plots.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="For `paper`: small sizes.")] = False,
+) -> None:
+    """Time onchip beside every implementation that is here, in turn, and check each against float64."""
+    if out is not None:
+        _need(("matplotlib",), "--out", "pip install matplotlib")
+    from onchip.bench import command
+
+    if what not in ("", "paper"):
+        sys.exit(f"onchip: bench: got {what!r}, expected 'paper' or nothing")
+    try:
+        if what == "paper":
+            command.paper(out, repeats, cool, quick)
+            return
+        chosen = command.cases(
+            cases, batch=batch, seqlens=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim,
+            dim_v=dim_v, dtype=dtype, masks=mask, softcap=softcap, dropout=dropout, what=step,
+        )  # fmt: skip
+        wrong = command.bench(chosen, [name for name in impl.split(",") if name], repeats, cool, out)
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        sys.exit(f"onchip: {_line(error)}")
+    if wrong:
+        sys.exit(f"onchip: {wrong}")
+
+
+@app.command()
+def verify(
+    batch: Batch = 1,
+    seqlen: Seqlen = 1024,
+    seqlen_k: SeqlenK = None,
+    heads: Heads = 8,
+    heads_k: HeadsK = None,
+    dim: Dim = 64,
+    dim_v: DimV = None,
+    dtype: Dtype = "fp32",
+    mask: MaskText = "",
+    softcap: Softcap = None,
+    dropout: Dropout = 0.0,
+    forward: Annotated[bool, typer.Option("--forward", help="Without the gradients.")] = False,
+    backend: BackendName = None,
+) -> None:
+    """Compare every element of a workload with float64; print the error of each tensor and where it is worst."""
+    from onchip.bench import command
+    from onchip.bench.cases import Case
+
+    case = _case(
+        Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
+        dtype=dtype, mask=mask, softcap=softcap, dropout=dropout, what="forward" if forward else "both",
+    )  # fmt: skip
+    try:
+        wrong = command.verify(case, backend)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        sys.exit(f"onchip: {_line(error)}")
+    if wrong:
+        sys.exit(f"onchip: {wrong}")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """What is installed, which backends are usable here, and why the others are not."""
+    from onchip import doctor
+
+    found = doctor.examine()
+    print(json.dumps(found, indent=1) if as_json else "\n".join(doctor.lines(found)))
+
+
+@app.command()
+def tune(
+    dims: Annotated[str, typer.Option(help="Head dims: of 64, 128 and 256, comma-separated.")] = "64,128,256",
+    itemsize: Annotated[int, typer.Option(help="Bytes of a number: 2 (float16, bfloat16) or 4.")] = 2,
+    seqlen: Annotated[int, typer.Option(min=256, help="Queries and keys of the timed problems.")] = 8192,
+) -> None:
+    """Measure every tile size on this GPU and keep the fastest for later runs (some minutes)."""
+    wrong = [d for d in dims.split(",") if d not in ("64", "128", "256")]
+    if wrong or itemsize not in (2, 4):
+        sys.exit(
+            f"onchip: got dims {dims!r} and itemsize {itemsize}, expected dims of 64,128,256 and itemsize 2 or 4"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("onchip: tune found no GPU, expected one that Triton serves")
+    from onchip.backends.triton import tune as tuning
+
+    def report(row: tuning.Row, timed: tuning.Timed) -> None:
+        ms = "does not fit" if timed.ms is None else "full {:.3f} ms, causal {:.3f} ms".format(*timed.ms)
+        print(f"{row.step} dim {row.dim} {tuple(timed.config)}: {ms}", flush=True)
+
+    rows = [row for dim in dims.split(",") for row in tuning.rows(int(dim), itemsize)]
+    found = tuning.tune(rows, seqlen=seqlen, each=report)
+    for row, timed in found.items():
+        print(f"{row.step} dim {row.dim}: {tuple(timed[0].config)}")
+    print(f"kept in {tuning.keep(found)}")
+
+
+def _show(text: str) -> None:
+    """A plan with the mask's picture in color, where the terminal has it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text, no_wrap=True, overflow="fold")
+    for shade, style in (("█", "green"), ("▒", "yellow"), ("·", "dim")):
+        shown.highlight_words([shade], style)
+    Console().print(shown, soft_wrap=True)
+
+
+def _need(packages: tuple[str, ...], what: str, install: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"onchip: {what} needs {', '.join(missing)}: {install}")
+
+
+def _case(kind: Any, **fields: Any) -> Any:
+    try:
+        return kind(**fields)
+    except (ValueError, TypeError) as error:
+        sys.exit(f"onchip: {_line(error)}")
+
+
+def _here() -> str:
+    """torch's name of the first GPU's kind, or cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,1 @@
+"""Measuring attention: named cases, implementations side by side, tables and plots, as `onchip bench` does."""

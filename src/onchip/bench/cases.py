@@ -1,0 +1,257 @@
+"""Named workloads: sizes, mask, dtype and pass as plain values, from flags, a YAML or JSON file, or recorded calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import masks, patterns
+from onchip.mask import Mask
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+PASSES = ("forward", "backward", "both")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload. mask: an expression of `MASKS`, such as "causal & (window(255, 0) | sinks(4))".
+
+    seqlen_k, heads_k, dim_v: as for q where None. lengths: packed sequences, in place of batch and seqlen.
+    what: "forward", "backward" (alone) or "both". cache: keys are read from a cache, for decoding.
+    """
+
+    name: str = ""
+    batch: int = 1
+    seqlen_q: int = 1024
+    seqlen_k: int | None = None
+    heads_q: int = 8
+    heads_k: int | None = None
+    dim: int = 64
+    dim_v: int | None = None
+    dtype: str = "float32"
+    mask: str | Mask = ""
+    softcap: float | None = None
+    dropout: float = 0.0
+    what: str = "forward"
+    cache: bool = False
+    lengths: tuple[int, ...] = ()
+    calls: int = 1  # how often a recording saw it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPES.get(self.dtype, self.dtype))
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype: got {self.dtype!r}, expected one of {', '.join(DTYPES.values())}")
+        if self.what not in PASSES:
+            raise ValueError(f"what: got {self.what!r}, expected one of {', '.join(PASSES)}")
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        sizes = {"batch": self.batch, "seqlen_q": self.seqlen_q, "heads_q": self.heads_q, "dim": self.dim}
+        sizes |= {"seqlen_k": self.seqlen_k, "heads_k": self.heads_k, "dim_v": self.dim_v}
+        sizes |= {f"lengths[{i}]": n for i, n in enumerate(self.lengths)}
+        for name, n in sizes.items():
+            if n is not None and (type(n) is not int or n < 1):
+                raise ValueError(f"{name}: got {n!r}, expected an int of at least 1")
+        if self.cache and (self.lengths or self.what != "forward" or self.dropout):
+            raise ValueError("cache: given with lengths, dropout or a backward pass, expected none of them")
+        self.make_mask()  # an expression that cannot be read fails here
+
+    @property
+    def k_len(self) -> int:
+        return self.seqlen_q if self.seqlen_k is None else self.seqlen_k
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads_q if self.heads_k is None else self.heads_k
+
+    @property
+    def value_dim(self) -> int:
+        return self.dim if self.dim_v is None else self.dim_v
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def mask_text(self) -> str:
+        return self.mask if isinstance(self.mask, str) else repr(self.mask)
+
+    @property
+    def label(self) -> str:
+        """Its name, or one of its sizes."""
+        if self.name:
+            return self.name
+        heads = f"h{self.heads_q}" if self.kv_heads == self.heads_q else f"h{self.heads_q}/{self.kv_heads}"
+        seqlen = f"N{self.seqlen_q}" if self.k_len == self.seqlen_q else f"N{self.seqlen_q}x{self.k_len}"
+        size = f"{len(self.lengths)} packed" if self.lengths else f"b{self.batch} {seqlen}"
+        return f"{size} {heads} d{self.dim} {self.mask_text or 'full'}"
+
+    def make_mask(self, device: str = "cpu") -> Mask | None:
+        """The mask; the same one for the same expression and sizes, random block maps included."""
+        if isinstance(self.mask, Mask):
+            return self.mask
+        return parse_mask(self.mask, self.seqlen_q, self.k_len, device)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict for a file; ValueError where the mask is not an expression."""
+        return {**asdict(replace(self, mask="")), "mask": mask_text(self.mask), "lengths": list(self.lengths)}
+
+
+MASKS = (
+    "causal",
+    "window",
+    "chunked",
+    "sinks",
+    "prefix",
+    "padding",
+    "documents",
+    "blocks",
+    "local_global",
+    "butterfly",
+)
+
+
+def parse_mask(text: str, seqlen_q: int, seqlen_k: int, device: str = "cpu") -> Mask | None:
+    """A mask from an expression of names of `MASKS`, ints, None, &, | and parentheses; "" and "full" give None.
+
+    causal, window(left, right), chunked(size), sinks(n), prefix(n), padding(n); documents(n): n of nearly equal length;
+    blocks(density, tile): random tiles, at least one a row; local_global(tile) and butterfly(tile): block patterns.
+    """
+    if text.strip() in ("", "full", "none"):
+        return None
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"mask: cannot read {text!r} ({error.msg})") from None
+    return _mask(tree, text, (seqlen_q, seqlen_k, device))
+
+
+def _mask(node: ast.expr, text: str, sizes: tuple[int, int, str]) -> Mask:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+        left, right = _mask(node.left, text, sizes), _mask(node.right, text, sizes)
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    name, args, keywords = node, [], {}
+    if isinstance(node, ast.Call):
+        name = node.func
+        try:
+            args = [ast.literal_eval(a) for a in node.args]
+            keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        except ValueError:
+            raise ValueError(
+                f"mask: {text!r} has an argument that is not a number, a string or None"
+            ) from None
+    if not isinstance(name, ast.Name) or name.id not in MASKS:
+        raise ValueError(f"mask: cannot read {text!r}, expected {', '.join(MASKS)}, joined by & and |")
+    try:
+        return _named(name.id, args, keywords, sizes)
+    except TypeError as error:
+        raise ValueError(f"mask: {name.id} in {text!r}: {error}") from None
+
+
+def _named(name: str, args: list[Any], keywords: dict[str, Any], sizes: tuple[int, int, str]) -> Mask:
+    seqlen_q, seqlen_k, device = sizes
+    if name == "documents":
+        return masks.documents(cu_seqlens=_documents(seqlen_k, *args, **keywords).to(device))
+    if name == "blocks":
+        return _blocks(seqlen_q, seqlen_k, device, *args, **keywords)
+    if name in ("local_global", "butterfly"):
+        return _pattern(name, seqlen_q, seqlen_k, device, *args, **keywords)
+    return getattr(masks, name)(*args, **keywords)
+
+
+def _documents(seqlen: int, count: int) -> Tensor:
+    if type(count) is not int or not 1 <= count <= seqlen:
+        raise ValueError(f"mask: documents: got {count!r}, expected an int from 1 to seqlen_k = {seqlen}")
+    return torch.linspace(0, seqlen, count + 1).round().to(torch.int32)
+
+
+def _blocks(seqlen_q: int, seqlen_k: int, device: str, density: float, tile: int = 64) -> Mask:
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        raise ValueError(f"mask: blocks: density is {density!r}, expected a number in (0, 1]")
+    rows, columns = -(-seqlen_q // tile), -(-seqlen_k // tile)
+    generator = torch.Generator().manual_seed(0)
+    rank = torch.rand(rows, columns, generator=generator).argsort(1).argsort(1)
+    return masks.block_sparse((rank < max(round(density * columns), 1)).to(device), tile=(tile, tile))
+
+
+def _pattern(name: str, seqlen_q: int, seqlen_k: int, device: str, tile: int = 64) -> Mask:
+    rows, columns = -(-seqlen_q // tile), -(-seqlen_k // tile)
+    if name == "butterfly":
+        side = 1 << max(rows, columns, 2).bit_length() - 1
+        side = side if side >= max(rows, columns) else 2 * side
+        chosen = patterns.butterfly(side)[:rows, :columns]
+    else:
+        chosen = patterns.local_global(rows, columns, local=1, global_=1)
+    return masks.block_sparse(chosen.to(device), tile=(tile, tile))
+
+
+def mask_text(mask: str | Mask) -> str:
+    """The expression of a mask of bands and of rows that are the same for every sequence; ValueError for others."""
+    if isinstance(mask, str):
+        return mask
+    parts = []
+    if mask.band is not None:
+        band = mask.band
+        if band.left is not None or band.right is not None:
+            parts.append(f"window({band.left}, {band.right})")
+        if band.top_right == 0 and band.top_left is None:
+            parts.append('causal(align="top_left")')
+        elif band.top_left is not None or band.top_right is not None:
+            raise ValueError(f"mask: {mask!r} has no expression")
+    for part in mask.rows:
+        if not isinstance(part.value, int):
+            raise ValueError(f"mask: {part!r} holds a tensor, which a file of cases cannot")
+        parts.append(f"{part.name}({part.value})")
+    for part in mask.unions:
+        parts.append("(" + " | ".join(f"({mask_text(m)})" for m in part.masks) + ")")
+    if mask.elements or mask.blocks:
+        raise ValueError(f"mask: {mask!r} holds a tensor or a function, which a file of cases cannot")
+    return " & ".join(parts)
+
+
+def load(path: Path) -> list[Case]:
+    """The cases of a .json, .yaml or .yml file: a list of dicts of `Case`'s fields, or {name: dict}.
+
+    Raises ValueError for an unknown field, OSError where the file cannot be read.
+    """
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError:
+            raise ValueError(f"{path}: reading YAML needs the package pyyaml") from None
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: {error}") from None
+    else:
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+    if isinstance(found, dict):
+        found = [{"name": name, **(body if isinstance(body, dict) else {})} for name, body in found.items()]
+    if not isinstance(found, list) or not found or not all(isinstance(body, dict) for body in found):
+        raise ValueError(f"{path}: expected a list of cases, or names with one each")
+    known = {field.name for field in fields(Case)}
+    cases = []
+    for i, body in enumerate(found):
+        unknown = sorted(set(body) - known)
+        if unknown:
+            raise ValueError(
+                f"{path}: case {i} has {', '.join(unknown)}, expected of {', '.join(sorted(known))}"
+            )
+        try:
+            cases.append(Case(**body))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: case {i}: {error}") from None
+    return cases
+
+
+def save(cases: list[Case], path: Path) -> None:
+    """Write the cases as JSON that `load` reads."""
+    path.write_text(json.dumps([case.to_json() for case in cases], indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,321 @@
+"""The order in which an algorithm visits score tiles and what it moves there: onchip's backends, and the papers'.
+
+A pass is a few `Sweep`s, one for each kernel or loop nest. Bytes, FLOPs (`traffic.py`) and the step-by-step walk
+(`steps.py`) are all read off them, so that an order is stated once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from onchip import select
+from onchip.schedule import Tiles
+
+if TYPE_CHECKING:
+    from onchip.problem import Problem
+
+STEPS = ("forward", "backward")
+SRAM = 192 * 2**10  # bytes: a multiprocessor of the A100, on which the first paper's block sizes were chosen
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One pass over the tiles of every head. Names are of `TENSORS`; q-side ones move by rows, k-side ones by keys.
+
+    `once_load`, `once_store`: each tile of the tensor once. `seen_load`: once, and only where some tile of its row or
+    column is visited. `visit_load`, `visit_store`: at every visited tile.
+    """
+
+    name: str
+    outer: str  # "q" or "k": the tiles of the outer loop
+    tiles: Tiles
+    once_load: tuple[str, ...] = ()
+    once_store: tuple[str, ...] = ()
+    seen_load: tuple[str, ...] = ()
+    visit_load: tuple[str, ...] = ()
+    visit_store: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()  # "dim" or "dim_v": the inner length of each matrix product on a tile
+    every: bool = False  # empty tiles too
+    stacked: bool = (
+        False  # the query heads of a key head are rows of one tile, so that its keys are moved once
+    )
+    wide: frozenset[str] = frozenset()  # moved in the dtype of sums, not the problem's
+
+
+class Spec(NamedTuple):
+    side: str  # "q", "k" or "s", a score tile
+    width: str  # "dim", "dim_v" or "1"
+    kind: str  # "dtype", "sum" (the accumulation dtype) or "byte"
+
+
+TENSORS: dict[str, Spec] = {
+    "q": Spec("q", "dim", "dtype"),
+    "k": Spec("k", "dim", "dtype"),
+    "v": Spec("k", "dim_v", "dtype"),
+    "out": Spec("q", "dim_v", "dtype"),
+    "lse": Spec("q", "1", "sum"),
+    "dout": Spec("q", "dim_v", "dtype"),
+    "dq": Spec("q", "dim", "dtype"),
+    "dk": Spec("k", "dim", "dtype"),
+    "dv": Spec("k", "dim_v", "dtype"),
+    "delta": Spec("q", "1", "sum"),
+    "l": Spec("q", "1", "sum"),
+    "m": Spec("q", "1", "sum"),
+    "S": Spec("s", "1", "dtype"),
+    "scaled": Spec("s", "1", "dtype"),
+    "masked": Spec("s", "1", "dtype"),
+    "P": Spec("s", "1", "dtype"),
+    "dropped": Spec("s", "1", "dtype"),
+    "kept": Spec("s", "1", "byte"),
+    "dropped_grad": Spec("s", "1", "dtype"),
+    "dP": Spec("s", "1", "dtype"),
+    "P*dP": Spec("s", "1", "dtype"),
+    "dS": Spec("s", "1", "dtype"),
+    "dmasked": Spec("s", "1", "dtype"),
+    "dscaled": Spec("s", "1", "dtype"),
+}
+ALGORITHMS = ("onchip", "standard", "eager", "flash1", "flash2", "minimum")
+
+
+def sweeps(
+    problem: Problem,
+    algorithm: str = "onchip",
+    step: str = "forward",
+    *,
+    backend: str | None = None,
+    needs: tuple[str, ...] = ("q", "k", "v"),
+    tiles: Tiles | None = None,
+    sram: int = SRAM,
+    by_head: bool = False,
+) -> tuple[Sweep, ...]:
+    """The sweeps of an algorithm's forward or backward pass.
+
+    onchip: the named backend's (None: the chosen one's) with its own tiles. standard: the first paper's Algorithms 0
+    and 3, one kernel a line. eager: the same as PyTorch's operations run it, with a kernel each for scale, mask,
+    dropout and two for the softmax's gradient. flash1: its Algorithms 1 and 4, blocks from `sram` bytes. flash2: the
+    order of FlashAttention-2. minimum: every input once, every output once. `tiles` replaces the tile sizes of any.
+    by_head: whether the mask differs between heads.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: got {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
+    if step not in STEPS:
+        raise ValueError(f"step: got {step!r}, expected 'forward' or 'backward'")
+    forward = step == "forward"
+    if algorithm == "onchip":
+        name = select.choose(problem) if backend is None else backend
+        return _of_backend(problem, name, step, needs, tiles, by_head)
+    if algorithm == "flash1":
+        own = tiles or flash1_tiles(problem.dim, problem.dim_v, sram // problem.dtype.itemsize)
+        return _flash1(own) if forward else _flash1_backward(own)
+    own = tiles or Tiles(128, 128)
+    if algorithm == "flash2":
+        return _flash2(own) if forward else _flash2_backward(own)
+    if algorithm == "standard":
+        return _standard(own) if forward else _standard_backward(own)
+    if algorithm == "eager":
+        return _eager(own, problem) if forward else _eager_backward(own, problem)
+    return _minimum(own) if forward else _minimum_backward(own)
+
+
+def flash1_tiles(dim: int, dim_v: int, sram: int) -> Tiles:
+    """Algorithm 1's block sizes for a fast memory of `sram` numbers: B_c = ceil(M / 4d), B_r = min(B_c, d)."""
+    d = max(dim, dim_v)
+    if sram < 4:
+        raise ValueError(f"sram: got {sram} numbers, expected at least 4")
+    columns = -(-sram // (4 * d))
+    return Tiles(max(min(columns, d), 1), max(columns, 1))
+
+
+def tile_numbers(tiles: Tiles, dim: int, dim_v: int) -> int:
+    """Numbers that a tile keeps in fast memory: its rows of q and out, its keys' k and v, and its scores."""
+    return (tiles.tile_m + tiles.tile_n) * (dim + dim_v) + tiles.tile_m * tiles.tile_n
+
+
+def _of_backend(
+    problem: Problem, name: str, step: str, needs: tuple[str, ...], tiles: Tiles | None, by_head: bool
+) -> tuple[Sweep, ...]:
+    module: Any = select.load(name)
+    stated = getattr(module, "sweeps", None)  # a backend may state its own order
+    if stated is not None:
+        return stated(problem, step, needs, tiles)
+    if name == "reference":
+        whole = tiles or module.tiles(problem)
+        return _standard(whole) if step == "forward" else _standard_backward(whole)
+    if name == "cpu":
+        return _cpu(step, needs, tiles or module.tiles(problem))
+    if step == "forward":
+        return _by_queries(problem, module, tiles, by_head)
+    return _triton_backward(problem, needs, tiles)
+
+
+def _cpu(step: str, needs: tuple[str, ...], tiles: Tiles) -> tuple[Sweep, ...]:
+    """backends/cpu/tiled.py: query tiles outside, the query heads of a key head stacked."""
+    if step == "forward":
+        loads, stores = ("q",), ("out", "lse")
+        products = ("dim", "dim_v")
+        return (Sweep("attend", "q", tiles, loads, stores, (), ("k", "v"), (), products, stacked=True),)
+    sums = tuple(name for name, need in (("dv", "v"), ("dk", "k")) if need in needs)
+    stores = ("dq",) if "q" in needs else ()
+    products = ["dim"] + ["dim_v"] * ("v" in needs)
+    if {"q", "k"} & set(needs):
+        products += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]
+    return (
+        Sweep(
+            "gradients", "q", tiles, ("q", "out", "dout", "lse"), stores, (), ("k", "v", *sums), sums,
+            tuple(products), stacked=True, wide=frozenset(sums),
+        ),
+    )  # fmt: skip
+
+
+def _by_queries(problem: Problem, module: Any, tiles: Tiles | None, by_head: bool) -> tuple[Sweep, ...]:
+    """A GPU kernel's forward pass: query tiles outside; a few queries' heads are stacked in one tile.
+
+    The stacking is that of triton's `packs` (and hopper's, on dense tensors of 2^i heads).
+    """
+    pack = problem.group if problem.seqlen_q * problem.group <= 128 and not by_head else 1
+    found = tiles or module.tiles(replace(problem, seqlen_q=problem.seqlen_q * pack))
+    own = Tiles(max(found.tile_m // pack, 1), found.tile_n)
+    stores, products = ("out", "lse"), ("dim", "dim_v")
+    return (Sweep("attend", "q", own, ("q",), stores, (), ("k", "v"), (), products, stacked=pack > 1),)
+
+
+def _triton_backward(problem: Problem, needs: tuple[str, ...], tiles: Tiles | None) -> tuple[Sweep, ...]:
+    """backends/triton: dK and dV with key tiles outside, dQ with query tiles outside, each pass recomputing scores."""
+    from onchip.backends.triton.arguments import device_facts
+    from onchip.backends.triton.table import config, separate
+
+    def own(name: str) -> Tiles:
+        chosen = config(problem, name, device_facts(0))
+        return tiles or Tiles(chosen.tile_m, chosen.tile_n)
+
+    delta = Tiles(64 if problem.dim_v <= 128 else 16, own("dq").tile_n)
+    found = [Sweep("delta", "q", delta, ("out", "dout", "lse"), ("delta",))]
+    rows = ("q", "dout", "lse", "delta")
+    if separate(problem):
+        if "k" in needs:  # S, dP, dK
+            products = ("dim", "dim_v", "dim")
+            found.append(Sweep("dk", "k", own("dk"), ("k", "v"), ("dk",), (), rows, (), products))
+        if "v" in needs:  # S, dV
+            products = ("dim", "dim_v")
+            found.append(Sweep("dv", "k", own("dv"), ("k",), ("dv",), (), rows[:3], (), products))
+    elif {"k", "v"} & set(needs):
+        products = ("dim", "dim_v", "dim_v", "dim")  # S, dV, dP, dK
+        found.append(Sweep("dkdv", "k", own("dkdv"), ("k", "v"), ("dk", "dv"), (), rows, (), products))
+    if "q" in needs:
+        products = ("dim", "dim_v", "dim")  # S, dP, dQ
+        found.append(Sweep("dq", "q", own("dq"), rows, ("dq",), (), ("k", "v"), (), products))
+    return tuple(found)
+
+
+def _flash1(tiles: Tiles) -> tuple[Sweep, ...]:
+    rows = ("out", "l", "m")
+    return (Sweep("attend", "k", tiles, ("k", "v"), (), (), ("q", *rows), rows, ("dim", "dim_v")),)
+
+
+def _flash1_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+    products = ("dim", "dim_v", "dim_v", "dim", "dim")  # S, dV, dP, dQ, dK
+    rows = ("q", "out", "dout", "dq", "l", "m")
+    return (Sweep("gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), rows, ("dq",), products),)
+
+
+def _flash2(tiles: Tiles) -> tuple[Sweep, ...]:
+    return (Sweep("attend", "q", tiles, ("q",), ("out", "lse"), (), ("k", "v"), (), ("dim", "dim_v")),)
+
+
+def _flash2_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+    """Key blocks outside; dQ is summed in float32 in main memory, then rounded."""
+    products = ("dim", "dim_v", "dim_v", "dim", "dim")
+    rows = ("q", "dout", "dq", "lse", "delta")
+    wide = frozenset({"dq"})
+    return (
+        Sweep("delta", "q", tiles, ("out", "dout"), ("delta",)),
+        Sweep("zero dq", "q", tiles, (), ("dq",), wide=wide),
+        Sweep("gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), rows, ("dq",), products, wide=wide),
+        Sweep("read the sums of dq", "q", tiles, ("dq",), wide=wide),
+        Sweep("round dq", "q", tiles, (), ("dq",)),
+    )
+
+
+def _standard(tiles: Tiles) -> tuple[Sweep, ...]:
+    return (
+        _kernel("S = QK^T", tiles, ("q", "k"), stores=("S",), products=("dim",)),
+        _kernel("P = softmax(S)", tiles, loads=("S",), stores=("P",)),
+        _kernel("O = PV", tiles, ("v",), ("out",), ("P",), products=("dim_v",)),
+    )
+
+
+def _standard_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+    return (
+        *_value_grads(tiles, "P"),
+        _kernel("dS", tiles, loads=("P", "dP"), stores=("dS",)),
+        *_score_grads(tiles, "dS"),
+    )
+
+
+def _value_grads(tiles: Tiles, weights: str, upstream: str = "dP") -> tuple[Sweep, ...]:
+    return (
+        _kernel("dV = P^T dO", tiles, ("dout",), ("dv",), (weights,), products=("dim_v",)),
+        _kernel("dP = dO V^T", tiles, ("dout", "v"), stores=(upstream,), products=("dim_v",)),
+    )
+
+
+def _score_grads(tiles: Tiles, scores: str) -> tuple[Sweep, ...]:
+    return (
+        _kernel("dQ = dS K", tiles, ("k",), ("dq",), (scores,), products=("dim",)),
+        _kernel("dK = dS^T Q", tiles, ("q",), ("dk",), (scores,), products=("dim",)),
+    )
+
+
+def _eager(tiles: Tiles, problem: Problem) -> tuple[Sweep, ...]:
+    masked, drops = bool(problem.mask_parts), problem.dropout > 0
+    scores = "masked" if masked else "scaled"
+    weights = "dropped" if drops else "P"
+    return (
+        _kernel("S = QK^T", tiles, ("q", "k"), stores=("S",), products=("dim",)),
+        _kernel("scale", tiles, loads=("S",), stores=("scaled",)),
+        *((_kernel("mask", tiles, loads=("scaled",), stores=("masked",)),) if masked else ()),
+        _kernel("P = softmax(S)", tiles, loads=(scores,), stores=("P",)),
+        *((_kernel("dropout", tiles, loads=("P",), stores=("dropped", "kept")),) if drops else ()),
+        _kernel("O = PV", tiles, ("v",), ("out",), (weights,), products=("dim_v",)),
+    )
+
+
+def _eager_backward(tiles: Tiles, problem: Problem) -> tuple[Sweep, ...]:
+    masked, drops = bool(problem.mask_parts), problem.dropout > 0
+    upstream = "dropped_grad" if drops else "dP"
+    outer = "dmasked" if masked else "dS"
+    return (
+        *_value_grads(tiles, "dropped" if drops else "P", upstream),
+        *((_kernel("dropout", tiles, loads=(upstream, "kept"), stores=("dP",)),) if drops else ()),
+        _kernel("P * dP", tiles, loads=("P", "dP"), stores=("P*dP",)),
+        _kernel("dS", tiles, loads=("P", "P*dP"), stores=("dS",)),
+        *((_kernel("mask", tiles, loads=("dS",), stores=("dmasked",)),) if masked else ()),
+        _kernel("scale", tiles, loads=(outer,), stores=("dscaled",)),
+        *_score_grads(tiles, "dscaled"),
+    )
+
+
+def _kernel(
+    name: str,
+    tiles: Tiles,
+    once: tuple[str, ...] = (),
+    out: tuple[str, ...] = (),
+    loads: tuple[str, ...] = (),
+    *,
+    stores: tuple[str, ...] = (),
+    products: tuple[str, ...] = (),
+) -> Sweep:
+    """A kernel of standard attention: the scores tile by tile, empty ones too; the other operands once."""
+    return Sweep(name, "q", tiles, once, out, (), loads, stores, products, every=True)
+
+
+def _minimum(tiles: Tiles) -> tuple[Sweep, ...]:
+    seen = ("q", "k", "v")
+    return (Sweep("once", "q", tiles, (), ("out", "lse"), seen, products=("dim", "dim_v"), stacked=True),)
+
+
+def _minimum_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+    seen = ("q", "k", "v", "out", "dout", "lse")
+    products = ("dim", "dim_v", "dim_v", "dim", "dim")
+    return (Sweep("once", "q", tiles, (), ("dq", "dk", "dv"), seen, products=products, stacked=True),)

@@ -1,0 +1,245 @@
+"""An algorithm tile by tile: what is loaded and stored at each step, with running totals, for one head.
+
+`to_json` puts an algorithm's steps and totals (`traffic.py`) in a form that a page can draw without a sum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from onchip import orders, schedule, traffic
+from onchip.layout import Layout
+from onchip.mask import Mask, Region
+from onchip.orders import ALGORITHMS, SRAM, STEPS, Sweep
+from onchip.problem import Problem
+from onchip.schedule import EMPTY, Tiles
+
+LIMIT = 100_000  # tiles of an algorithm in one JSON
+
+
+@dataclass(frozen=True)
+class Step:
+    """One visit: a score tile (m_block, n_block), or only a row or column of tiles where the other is None.
+
+    load, store: numbers of each tensor moved now; read, written: numbers moved so far, this step included.
+    """
+
+    phase: str
+    m_block: int | None
+    n_block: int | None
+    load: dict[str, int]
+    store: dict[str, int]
+    read: int
+    written: int
+
+
+def walk(
+    problem: Problem,
+    layout: Layout,
+    mask: Mask,
+    algorithm: str = "onchip",
+    step: str = "forward",
+    *,
+    sequence: int = 0,
+    head: int = 0,
+    **options: Any,
+) -> Iterator[Step]:
+    """The steps of one query head of one sequence, in the order in which the algorithm takes them.
+
+    A stacked tile's keys are charged in full to each of its heads; on a problem of one sequence and one head the last
+    step's totals are `traffic.count`'s. The options are those of `orders.sweeps`.
+    """
+    if not 0 <= sequence < problem.batch:
+        raise ValueError(f"sequence: got {sequence}, expected 0 to {problem.batch - 1}")
+    if not 0 <= head < problem.heads_q:
+        raise ValueError(f"head: got {head}, expected 0 to {problem.heads_q - 1}")
+    read = written = 0
+    for sweep in orders.sweeps(problem, algorithm, step, **options):
+        for m, n, load, store in _sweep(problem, layout, mask, sweep, sequence, head):
+            read, written = read + sum(load.values()), written + sum(store.values())
+            yield Step(sweep.name, m, n, load, store, read, written)
+
+
+Move = tuple[int | None, int | None, dict[str, int], dict[str, int]]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The tiles of one head as a sweep visits them: `cells[outer][inner]` tells whether."""
+
+    problem: Problem
+    sweep: Sweep
+    heights: list[int]
+    widths: list[int]
+    cells: list[list[bool]]
+
+    @property
+    def by_rows(self) -> bool:
+        return self.sweep.outer == "q"
+
+    def place(self, outer: int | None, inner: int | None) -> tuple[int | None, int | None]:
+        """(m_block, n_block)."""
+        return (outer, inner) if self.by_rows else (inner, outer)
+
+    def amounts(self, names: tuple[str, ...], outer: int | None, inner: int | None) -> dict[str, int]:
+        """Numbers of the named tensors in this tile; of those of its outer or inner side where only that is given."""
+        m, n = self.place(outer, inner)
+        sizes = {"q": None if m is None else self.heights[m], "k": None if n is None else self.widths[n]}
+        sizes["s"] = None if m is None or n is None else self.heights[m] * self.widths[n]
+        found: dict[str, int] = {}
+        for name in names:
+            side, width = traffic.numbers(self.problem, name)
+            size = sizes[side]
+            if size is not None:
+                found[name] = size * width
+        return found
+
+
+def _sweep(
+    problem: Problem, layout: Layout, mask: Mask, sweep: Sweep, sequence: int, head: int
+) -> Iterator[Move]:
+    groups = traffic.built(problem, layout, mask, sweep).groups
+    group = next(g for g in groups if g.head0 <= head < g.head1 and bool((g.batch == sequence).any()))
+    visited = torch.ones_like(group.kinds, dtype=torch.bool) if sweep.every else group.kinds != EMPTY
+    if not (sweep.visit_load or sweep.visit_store or sweep.products):
+        visited = torch.zeros_like(visited)  # a pass over rows or keys: nothing happens at a score tile
+    by_rows = sweep.outer == "q"
+    cells = (visited if by_rows else visited.mT).tolist()
+    grid = _Grid(
+        problem,
+        sweep,
+        _sizes(group.q_len, sweep.tiles.tile_m),
+        _sizes(group.k_len, sweep.tiles.tile_n),
+        cells,
+    )
+    last = {j: i for i, row in enumerate(cells) for j, seen in enumerate(row) if seen}
+    done: set[int] = set()
+    for i in range(len(grid.heights if by_rows else grid.widths)):
+        yield from _outer(grid, i, last, done)
+    for j in range(len(grid.widths if by_rows else grid.heights)):
+        if j not in last:  # inner tiles that no visit has moved
+            load = grid.amounts(sweep.once_load, None, j)
+            store = grid.amounts(sweep.once_store, None, j)
+            if load or store:
+                yield (*grid.place(None, j), load, store)
+
+
+def _outer(grid: _Grid, i: int, last: dict[int, int], done: set[int]) -> Iterator[Move]:
+    """The visits of outer tile i. `last`: the last outer tile that visits an inner one; `done`: inner ones so far."""
+    sweep = grid.sweep
+    visits = [j for j, seen in enumerate(grid.cells[i]) if seen]
+    load, store = grid.amounts(sweep.once_load, i, None), grid.amounts(sweep.once_store, i, None)
+    if not visits:
+        yield (*grid.place(i, None), load, store)
+        return
+    load |= grid.amounts(sweep.seen_load, i, None)
+    for j in visits:
+        load = {**load, **grid.amounts(sweep.visit_load, i, j)}
+        now = grid.amounts(sweep.visit_store, i, j)
+        if j not in done:
+            done.add(j)
+            load |= grid.amounts((*sweep.once_load, *sweep.seen_load), None, j)
+        if last[j] == i:
+            now |= grid.amounts(sweep.once_store, None, j)
+        if j == visits[-1]:
+            now |= store
+        yield (*grid.place(i, j), load, now)
+        load = {}
+
+
+def _sizes(length: int, tile: int) -> list[int]:
+    return [min(tile, length - start) for start in range(0, length, tile)]
+
+
+def kinds(
+    problem: Problem, layout: Layout, mask: Mask, tiles: Tiles, sequence: int = 0, head: int = 0
+) -> list[list[int]]:
+    """The kind of every tile of one head: 0 empty, 1 partial, 2 full."""
+    q_len, k_len = traffic.lengths(layout)[sequence]
+    batch = torch.tensor([sequence], device=problem.device)
+    region = Region(batch, head, head + 1, 0, q_len, 0, k_len, q_len, k_len)
+    return schedule.classify(mask, region, tiles)[0, 0].tolist()
+
+
+def to_json(
+    problem: Problem,
+    layout: Layout,
+    mask: Mask,
+    algorithms: tuple[str, ...] = ("standard", "flash1", "flash2", "onchip"),
+    *,
+    steps: tuple[str, ...] = STEPS,
+    tiles: Tiles | None = None,
+    sram: int = SRAM,
+    backend: str | None = None,
+) -> dict[str, Any]:
+    """One head of a problem as plain lists and dicts: what each algorithm moves, step by step, and its totals.
+
+    {"problem": {...}, "mask": repr, "sram": bytes, "lower_bound": numbers, "algorithms": {name: {step: {"totals":
+    Traffic.to_json(), "phases": [{"name", "outer", "tiles": [m, n], "kinds": [[0 | 1 | 2]], "every"}], "tensors":
+    [name], "steps": [[phase, m | -1, n | -1, [[tensor, numbers]], [[tensor, numbers]], read, written]]}}}}.
+    phase and tensor are indices into the two lists; the pairs are loads, then stores. The problem's own batch and
+    heads are replaced by one sequence and one head. ValueError where an algorithm has more than 100,000 tiles.
+    """
+    one = replace(problem, batch=1, heads_q=1, heads_k=1)
+    options: dict[str, Any] = {"tiles": tiles, "sram": sram, "backend": backend}
+    first = _first(layout)
+    found: dict[str, Any] = {}
+    for name in algorithms:
+        if name not in ALGORITHMS:
+            raise ValueError(f"algorithms: got {name!r}, expected some of {', '.join(ALGORITHMS)}")
+        found[name] = {step: _algorithm(one, first, mask, name, step, options) for step in steps}
+    pairs = next(iter(next(iter(found.values())).values()))["totals"]["pairs"] if found and steps else 0
+    names = ("seqlen_q", "seqlen_k", "dim", "dim_v")
+    facts = {name: getattr(one, name) for name in names}
+    return {
+        "problem": {**facts, "dtype": str(one.dtype).removeprefix("torch.")},
+        "mask": repr(mask),
+        "sram": sram,
+        "lower_bound": traffic.lower_bound(one, pairs, sram),
+        "algorithms": found,
+    }
+
+
+def _first(layout: Layout) -> Layout:
+    from onchip.layout import Dense
+
+    return Dense(1, layout.q_lens[0], layout.k_lens[0])
+
+
+def _algorithm(
+    problem: Problem, layout: Layout, mask: Mask, name: str, step: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    sweeps = orders.sweeps(problem, name, step, **options)
+    for sweep in sweeps:
+        m, n = sweep.tiles.count(problem.seqlen_q, problem.seqlen_k)
+        if m * n > LIMIT:
+            raise ValueError(
+                f"tiles: {name} has {m} x {n} of them, expected at most {LIMIT}; take larger ones"
+            )
+    totals = traffic.count(problem, layout, mask, name, step, **options)
+    tensors = list(totals.tensors)
+    phases = [sweep.name for sweep in sweeps]
+    rows = []
+    for s in walk(problem, layout, mask, name, step, **options):
+        m, n = (-1 if block is None else block for block in (s.m_block, s.n_block))
+        moves = [[[tensors.index(t), amount] for t, amount in part.items()] for part in (s.load, s.store)]
+        rows.append([phases.index(s.phase), m, n, *moves, s.read, s.written])
+    return {
+        "totals": totals.to_json(),
+        "phases": [
+            {
+                "name": sweep.name,
+                "outer": sweep.outer,
+                "tiles": [sweep.tiles.tile_m, sweep.tiles.tile_n],
+                "every": sweep.every,
+                "kinds": kinds(problem, layout, mask, sweep.tiles),
+            }
+            for sweep in sweeps
+        ],
+        "tensors": tensors,
+        "steps": rows,
+    }

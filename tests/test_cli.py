@@ -1,0 +1,181 @@
+"""The command line: what each command prints, and that anything wrong is one line."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+import onchip
+from onchip import cli, doctor, select
+
+
+def call(*arguments):
+    """The exit status of the command line on these arguments: a number, or the sentence that it ends with."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return ended.value.code
+
+
+def test_plan(capsys):
+    assert not call("plan", "-n", "600", "-H", "4", "--heads-k", "2", "-m", "causal", "--dtype", "bf16")
+    text = capsys.readouterr().out
+    for part in (
+        "600 x 600",
+        "heads 4/2",
+        "bfloat16",
+        "not triton",
+        "█",
+        "▒",
+        "·",
+        "FLOP/byte",
+        "floor",
+        "-bound",
+    ):
+        assert part in text, part
+
+
+def test_plan_as_json(capsys):
+    assert not call("plan", "-n", "300", "-m", "window(20, 0)", "--json", "--device", "cpu")
+    found = json.loads(capsys.readouterr().out)
+    shape = (1, 300, 8, 64)
+    plan = onchip.plan(shape, shape, shape, mask=onchip.window(20, 0))
+    assert found["pairs"] == plan.pairs and found["flops"] == plan.flops and found["backend"] == "cpu"
+    assert set(found["traffic"]) == {"onchip", "standard", "eager", "flash1", "flash2", "minimum"}
+    assert found["floor"]["forward"]["bound"] in ("compute", "memory")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("plan", "-m", "causl"), "causl"),
+        (("plan", "--dtype", "int8"), "int8"),
+        (("plan", "--device", "H900"), "H900.*A100"),
+        (("plan", "--heads", "3", "--heads-k", "2"), "3 and 2 heads"),
+        (("plan", "--backend", "cuda"), "cuda"),
+        (("plan", "--backend", "triton", "--device", "cpu"), "triton.*cpu"),
+        (("plan", "-m", "padding(9999)"), "padding"),
+        (("plan", "-n", "0"), "seqlen"),
+        (("plan", "--wrong"), "--wrong"),
+        (("plan", "-n", "many"), "seqlen"),
+        (("bench", "papers"), "papers"),
+        (("bench", "--pass", "up"), "--pass"),
+        (("bench", "--seqlen", "a,b"), "a,b"),
+        (("bench", "--cases", "/nowhere/cases.json"), "cases.json"),
+        (("bench", "--impl", "fa9"), "fa9"),
+        (("verify", "--dropout", "2"), "dropout"),
+        (("verify", "--backend", "triton", "-n", "16"), "triton"),
+        (("doctor", "--wrong"), "--wrong"),
+        (("nothing",), "nothing"),
+    ],
+)
+def test_anything_wrong_is_one_line(capsys, arguments, words):
+    code = call(*arguments)
+    said = code if isinstance(code, str) else capsys.readouterr().err.strip()
+    assert code not in (0, None)
+    assert said.startswith("onchip: ") and len(said.splitlines()) == 1, said
+    assert all(word in said for word in words.split(".*"))
+
+
+def test_bench(capsys, tmp_path):
+    arguments = (
+        "-n",
+        "16,32",
+        "-H",
+        "1",
+        "-d",
+        "8",
+        "--impl",
+        "onchip,standard",
+        "--repeats",
+        "1",
+        "-m",
+        "causal",
+    )
+    assert not call("bench", *arguments, "--pass", "both", "--out", str(tmp_path / "new" / "folder"))
+    text = capsys.readouterr().out
+    assert "onchip" in text and "standard" in text and "TFLOP/s" in text
+    found = json.loads((tmp_path / "new" / "folder" / "results.json").read_text())
+    assert {r["step"] for r in found["results"]} == {"forward", "backward"}
+    assert (tmp_path / "new" / "folder" / "tflops-backward.svg").exists()
+
+
+def test_bench_of_a_file(capsys, tmp_path):
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps([{"name": "mine", "seqlen_q": 16, "heads_q": 1, "dim": 8}]))
+    assert not call("bench", "--cases", str(path), "--impl", "onchip", "--repeats", "1")
+    assert "mine" in capsys.readouterr().out
+
+
+def test_a_wrong_result_ends_in_failure(capsys, monkeypatch):
+    module = select.load("cpu")
+    plain = module.forward
+
+    def broken(*args):
+        found = plain(*args)
+        found.out[:] *= 1.01
+        return found
+
+    monkeypatch.setattr(module, "forward", broken)
+    assert "wrong" in call("bench", "-n", "16", "-H", "1", "--impl", "onchip", "--repeats", "1")
+    said = call("verify", "-n", "16", "-H", "1", "--forward")
+    assert "out: off by more" in said
+    assert "out" in capsys.readouterr().out
+
+
+def test_verify(capsys):
+    assert not call(
+        "verify", "-n", "40", "-H", "2", "--heads-k", "1", "-d", "8", "-m", "causal", "--softcap", "3"
+    )
+    text = capsys.readouterr().out
+    for name in ("out", "lse", "dq", "dk", "dv", "roundings"):
+        assert name in text
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.setattr(select.load("cpu"), "status", lambda: "fast kernels of my own", raising=False)
+    assert not call("doctor")
+    text = capsys.readouterr().out
+    assert f"onchip          {onchip.__version__}" in text and len(text.splitlines()) <= 24
+    assert "backend cpu       usable on cpu; fast kernels of my own" in text
+    for name in select.BACKENDS:
+        assert f"backend {name}" in text
+    assert "not installed" in text and "to bench against" in text
+    assert not call("doctor", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["backends"]["cpu"]["refused"] is None
+    assert set(found) == {"machine", "packages", "backends", "peers"}
+
+
+def test_doctor_of_a_backend_that_breaks(monkeypatch):
+    """One that refuses in words, one whose status raises, one that cannot be imported: each a line, none an end."""
+
+    def breaks():
+        raise OSError("no such library")
+
+    broken = types.SimpleNamespace(refuse=lambda problem: "the moon is full")
+    monkeypatch.setattr(select, "load", lambda name: broken if name == "cpu" else breaks())
+    found = doctor.examine()["backends"]
+    assert found["cpu"]["refused"] == "the moon is full"
+    assert found["reference"]["refused"] == "OSError: no such library"
+    assert any("the moon is full" in line for line in doctor.lines(doctor.examine()))
+
+
+def test_the_commands_start_without_what_they_do_not_use():
+    """Help, and plan, in a process in which the optional packages cannot be found."""
+    code = (
+        "import sys\n"
+        "from test_imports import BLOCK\n"
+        "exec(BLOCK.replace('\\'rich\\', \\'typer\\'', '\\'yaml\\''))\n"
+        "from onchip import cli\n"
+        "cli.main(['plan', '-n', '64', '--device', 'H200', '--backend', 'reference'])\n"
+    )
+    tests = os.path.dirname(__file__)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(onchip.__file__)), tests]),
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0 and "64 x 64" in done.stdout, done.stderr

@@ -1,0 +1,367 @@
+"""The traffic model: equal to what the CPU loop moves, to visible pairs, and to the papers' figures."""
+
+import pytest
+import torch
+
+import onchip
+from contract_masks import MASKS, Shape, full_truth
+from onchip import orders, problem as problems, steps, traffic
+from onchip.backends.cpu import tiled
+from onchip.layout import Dense
+from onchip.schedule import Tiles
+from test_schedule import state
+
+
+def dense(
+    seqlen_q,
+    seqlen_k=None,
+    batch=1,
+    heads=1,
+    heads_k=None,
+    dim=64,
+    dim_v=None,
+    dtype=torch.float16,
+    mask=None,
+):
+    """(problem, layout, mask) of these sizes, without storage."""
+    seqlen_k, heads_k, dim_v = seqlen_k or seqlen_q, heads_k or heads, dim_v or dim
+    q = torch.empty(batch, seqlen_q, heads, dim, dtype=dtype, device="meta")
+    k = torch.empty(batch, seqlen_k, heads_k, dim, dtype=dtype, device="meta")
+    v = torch.empty(batch, seqlen_k, heads_k, dim_v, dtype=dtype, device="meta")
+    place = problems.dense_layout(q, k, v)
+    mask = onchip.Mask() if mask is None else mask
+    return problems.state(q, k, v, place, "dense", mask, None, device="cpu"), place, mask
+
+
+def assert_traced(moved, *passes):
+    """A trace holds exactly the sum of these Traffics."""
+    total = {}
+    for part in passes:
+        for name, tensor in part.tensors.items():
+            total[name] = total.get(name, traffic.Moved()) + tensor
+    for field, of in (
+        ("loads", moved.loads),
+        ("stores", moved.stores),
+        ("tiles_loaded", moved.tiles_loaded),
+        ("tiles_stored", moved.tiles_stored),
+    ):
+        expected = {name: getattr(tensor, field) for name, tensor in total.items()}
+        assert {n: x for n, x in of.items() if x} == {n: x for n, x in expected.items() if x}, field
+
+
+@pytest.fixture(autouse=True)
+def the_tiled_loop(monkeypatch):
+    """The CPU backend's order is the tiled loop's here, which is what a trace sees, whatever else it may run."""
+    monkeypatch.delattr("onchip.backends.cpu.sweeps", raising=False)
+
+
+def traced(problem, operands, tiles, needs):
+    """The trace of the tiled loop's forward and backward pass on these operands."""
+    with onchip.backends.cpu.trace() as moved:
+        output = tiled.forward(problem, operands, tiles)
+        saved = problems.Saved(output.out, output.lse, output.rest, frozenset(needs))
+        tiled.backward(problem, operands, saved, torch.randn_like(output.out), None, tiles)
+    return moved
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_cpu_loop_moves_what_the_model_says(name):
+    """Dense and packed layouts, shared key heads, forward and backward, with some gradients or all."""
+    for shape in (Shape((45, 45), (70, 70), heads_q=4), Shape((33, 0, 50, 33), (20, 7, 0, 20), heads_q=4)):
+        for heads_k, needs in ((4, "qkv"), (2, "qkv"), (1, "v")):
+            masked = MASKS[name](shape)
+            problem, place, mask = state(shape, heads_k, masked)
+            packed = problem.layout == "varlen"
+            size = (sum(shape.q_lens), sum(shape.k_lens)) if packed else (shape.seqlen_q, shape.seqlen_k)
+            lead = () if packed else (2,)
+            q = torch.randn(*lead, size[0], 4, 8)
+            k, v = (torch.randn(*lead, size[1], heads_k, 8) for _ in "kv")
+            operands = problems.Operands(q, k, v, place, mask, onchip.Score())
+            tiles = Tiles(16, 32)
+            moved = traced(problem, operands, tiles, needs)
+            passes = [
+                traffic.count(
+                    problem, place, mask, "onchip", step, backend="cpu", needs=tuple(needs), tiles=tiles
+                )
+                for step in orders.STEPS
+            ]
+            assert_traced(moved, *passes)
+
+
+def test_the_cpu_loop_over_a_cache():
+    lengths = torch.tensor([40, 0, 100])
+    q, k, v = torch.randn(3, 2, 4, 8), torch.randn(3, 128, 2, 8), torch.randn(3, 128, 2, 24)
+    from onchip.inputs import cache_layout
+
+    place = cache_layout(q, k, v, 0, lengths, None, None, None)
+    for mask in (onchip.Mask(), onchip.causal(), onchip.window(9, 0)):
+        problem = problems.state(q, k, v, place, "cache", mask, None)
+        operands = problems.Operands(q, k, v, place, mask, onchip.Score())
+        with onchip.backends.cpu.trace() as moved:
+            tiled.forward(problem, operands, Tiles(2, 32))
+        assert_traced(moved, traffic.count(problem, place, mask, "onchip", backend="cpu", tiles=Tiles(2, 32)))
+        assert set(traffic.compare(problem, place, mask)["onchip"]) == {"forward"}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_flops_are_those_of_the_visible_pairs(name):
+    shape = Shape((45, 45), (70, 70), heads_q=4)
+    masked = MASKS[name](shape)
+    problem, place, mask = state(shape, 2, masked)
+    pairs = sum(int(visible.sum()) for visible in full_truth(masked, shape))
+    for algorithm in ("onchip", "flash1", "flash2", "minimum"):
+        forward, backward = (traffic.count(problem, place, mask, algorithm, step) for step in orders.STEPS)
+        assert forward.pairs == backward.pairs == pairs
+        assert forward.flops == 2 * pairs * 16
+        assert backward.flops == 2 * pairs * 40  # five products; onchip's CPU loop does no more
+        assert forward.tile_flops >= forward.flops and backward.tile_flops >= backward.flops
+    for step, products in (("forward", 2), ("backward", 4)):
+        found = traffic.count(problem, place, mask, "standard", step)
+        assert found.flops == 2 * products * 8 * 2 * 4 * 45 * 70  # it computes what the mask hides
+
+
+# The first paper's figures (arXiv 2205.14135).
+
+
+def test_theta_ratio():
+    """Section 3.2 takes d = 64 and M around 100 KB: M / d^2 is then 24."""
+    assert int(traffic.theta_ratio(64, 100_000)) == 24
+    problem, _, _ = dense(1024)
+    bound = traffic.lower_bound(problem, 1024**2, sram=2 * 100_000)
+    assert 1024**2 / bound == pytest.approx(100_000 / 64**2)
+
+
+def test_score_matrices():
+    found = traffic.count(*dense(1024), "standard")
+    for name in "SP":
+        assert found.tensors[name].stores == found.tensors[name].loads == 1_048_576
+        assert found.tensors[name].write_bytes == 2 * 2**20
+    found = traffic.count(*dense(16384), "standard")
+    assert found.tensors["S"].write_bytes == found.tensors["P"].write_bytes == 512 * 2**20
+
+
+GPT2 = {"batch": 64, "heads": 16, "dim": 64}  # GPT-2 medium, N = 1024, fp16
+
+
+def gigabytes(algorithm, **options):
+    """Forward and backward."""
+    problem = dense(1024, **GPT2)
+    return sum(traffic.count(*problem, algorithm, step, **options).bytes for step in orders.STEPS) / 1e9
+
+
+def test_gpt2_medium_standard_attention():
+    """40.3 GB, to all digits given, as PyTorch runs it: forward and backward, fp16, no mask, no dropout.
+
+    18 passes over a 2.147 GB matrix (6 forward: S, scaled S and P written and read; 12 backward, three of them since
+    PyTorch's softmax gradient takes two kernels) and 12 over tensors of 0.134 GB. Algorithms 0 and 3 alone, with
+    scaling folded into the products and one kernel for the softmax's gradient, move 25.2 GB: 11 and 12 passes.
+    """
+    assert gigabytes("eager") == pytest.approx(40.27, abs=0.01)  # 40.27 was measured by ncu on an H200
+    assert gigabytes("standard") == pytest.approx(25.23, abs=0.01)
+    forward = traffic.count(*dense(1024, **GPT2), "eager")
+    assert forward.bytes / 1e9 == pytest.approx(13.42, abs=0.01)  # measured: 13.42, 6.85 of it read
+    assert forward.read_bytes / 1e9 == pytest.approx(6.85, abs=0.01)
+
+
+def test_gpt2_medium_flash_attention():
+    """4.4 GB in the paper; Algorithms 1 and 4 with M = 192 KiB of fp16 (blocks of 384 keys) move 4.10: 7 % less.
+
+    The paper does not state its kernel's blocks; with 256 keys a block the same algorithms move 5.20 GB, 18 % more.
+    """
+    assert gigabytes("flash1") == pytest.approx(4.10, abs=0.01)
+    assert gigabytes("flash1", tiles=Tiles(64, 256)) == pytest.approx(5.20, abs=0.01)
+    ratio = gigabytes("eager") / gigabytes("flash1")
+    assert ratio == pytest.approx(40.3 / 4.4, rel=0.08)
+
+
+def test_gpt2_medium_flops():
+    """66.6 and 75.2 GFLOP in the paper cannot be counts of all its 1024 heads' products, which take 825 and 962.
+
+    Their difference is one product of seven, as it should be, at a 16th: 8.6 against 137.4 / 16 = 8.59. With products
+    at that rate, 15.1 GFLOP are left in both: 14 for each of the 1.07e9 scores, which is what scaling and the softmax
+    take forward and backward. So the paper's figures count a product as a 16th of its FLOPs.
+    """
+    problem = dense(1024, **GPT2)
+    standard, flash = (
+        sum(traffic.count(*problem, name, step).flops for step in orders.STEPS) / 1e9
+        for name in ("standard", "flash1")
+    )
+    assert standard == pytest.approx(824.6, abs=0.1) and flash == pytest.approx(962.1, abs=0.1)
+    assert (flash - standard) / 16 == pytest.approx(75.2 - 66.6, abs=0.05)
+    scores = 1024 * 1024**2 / 1e9
+    for paper, products in ((66.6, standard), (75.2, flash)):
+        assert (paper - products / 16) / scores == pytest.approx(14.0, abs=0.1)
+
+
+def test_flash_attention_2_as_ncu_measured_it():
+    """H200, the same problem: 0.56 GB forward, 2.86 in all without two copies of layout; a cache catches the rest."""
+    found = {step: traffic.count(*dense(1024, **GPT2), "flash2", step) for step in orders.STEPS}
+    assert found["forward"].least / 1e9 == pytest.approx(0.56, rel=0.05)
+    assert sum(part.least for part in found.values()) / 1e9 == pytest.approx(2.86, rel=0.02)
+
+
+def test_extra_memory_of_eager_attention():
+    """8448 MiB above the inputs were measured on that problem, out and the gradients' 256 MiB among them."""
+    found = traffic.count(*dense(1024, **GPT2), "eager", "backward")
+    assert found.extra_memory / 2**20 == 8192
+
+
+def test_algorithm_1_block_sizes():
+    assert orders.flash1_tiles(64, 64, 98304) == Tiles(64, 384)
+    assert orders.flash1_tiles(64, 64, 1000) == Tiles(4, 4)
+    assert orders.flash1_tiles(512, 512, 4) == Tiles(1, 1)
+    with pytest.raises(ValueError, match="sram.*3"):
+        orders.flash1_tiles(64, 64, 3)
+    sizes = [traffic.count(*dense(4096), "flash1", sram=m * 2**10).bytes for m in (48, 96, 192, 384)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] / sizes[3] == pytest.approx(8, rel=0.2)  # Theta(1 / M)
+
+
+def test_traffic_of_block_sparse_attention_is_in_proportion():
+    n, tile = 4096, 64
+    side = n // tile
+    order = torch.randperm(side * side)
+    full = traffic.count(*dense(n), "flash1", tiles=Tiles(tile, tile))
+    for share in (0.5, 0.25, 0.125):
+        chosen = (order < share * side * side).view(side, side)
+        mask = onchip.block_sparse(chosen, tile=(tile, tile))
+        found = traffic.count(*dense(n, mask=mask), "flash1", tiles=Tiles(tile, tile))
+        assert found.flops == share * full.flops
+        visits = lambda x: x.bytes - sum(x.tensors[t].read_bytes for t in "kv")  # noqa: E731
+        assert visits(found) == pytest.approx(share * visits(full))
+
+
+# Properties of every algorithm.
+
+SHAPES = [
+    dense(300, 170, batch=2, heads=4, heads_k=2, dim=16, dim_v=24),
+    dense(170, 300, batch=2, heads=4, heads_k=1, dim=16, mask=onchip.causal()),
+    dense(256, heads=2, dim=32, mask=onchip.window(40, 0)),
+    dense(1, 500, batch=3, heads=8, heads_k=2, dim=16, mask=onchip.causal()),
+    dense(200, dim=16, mask=onchip.dense(torch.rand(200, 200) < 0.001)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SHAPES)))
+def test_no_algorithm_beats_the_minimum(case):
+    found = traffic.compare(*SHAPES[case])
+    for step in orders.STEPS:
+        least = found["minimum"][step]
+        for name, passes in found.items():
+            part = passes[step]
+            assert part.bytes >= part.least, name
+            if name not in ("standard", "eager"):
+                assert part.least >= least.bytes, name
+            else:
+                assert part.least == part.bytes
+
+
+def test_triton_s_order():
+    """Its tiles and passes, from its own table: dK, dV and dQ recompute the scores, so seven products."""
+    problem = dense(1024, heads=8, heads_k=2, dim=64, dtype=torch.bfloat16)
+    forward, backward = (traffic.count(*problem, step=step, backend="triton") for step in orders.STEPS)
+    assert backward.flops == 2 * backward.pairs * 7 * 64
+    assert set(backward.tiles) == {"delta", "dkdv", "dq"}
+    assert forward.tensors["k"].loads == 8 * (1024 // forward.tiles["attend"].tile_m) * 1024 * 64
+    wide = traffic.count(
+        *dense(512, heads=2, dim=256, dtype=torch.bfloat16), step="backward", backend="triton"
+    )
+    assert set(wide.tiles) == {"delta", "dk", "dv", "dq"} and wide.flops == 2 * wide.pairs * 8 * 256
+    decode = traffic.count(*dense(1, 4096, heads=8, heads_k=2, dtype=torch.bfloat16), backend="triton")
+    assert decode.tensors["k"].loads == 2 * 4096 * 64  # the query heads of a key head read it once
+
+
+@pytest.mark.parametrize("algorithm", traffic.ALGORITHMS)
+def test_steps_add_up_to_the_totals(algorithm):
+    """Any mask and lengths, one head: the walk's last step has the model's totals, tensor by tensor."""
+    for name in ("none", "causal", "window_both", "documents_cross", "dense_QK", "dense_none", "blocks_odd"):
+        for q_len, k_len in ((70, 70), (33, 61), (61, 33)):
+            shape = Shape((q_len,), (k_len,))
+            problem = state(shape, 1, MASKS[name](shape))
+            for step in orders.STEPS:
+                for tiles in (None, Tiles(16, 8)):
+                    total = traffic.count(*problem, algorithm, step, tiles=tiles)
+                    walked = list(steps.walk(*problem, algorithm, step, tiles=tiles))
+                    assert (walked[-1].read, walked[-1].written) == (total.reads, total.writes)
+                    for tensor, moved in total.tensors.items():
+                        assert sum(s.load.get(tensor, 0) for s in walked) == moved.loads, tensor
+                        assert sum(s.store.get(tensor, 0) for s in walked) == moved.stores, tensor
+
+
+def test_steps_come_in_the_algorithm_s_order():
+    problem = dense(128, dim=8)
+    tiles = Tiles(64, 64)
+    places = lambda name: [(s.m_block, s.n_block) for s in steps.walk(*problem, name, tiles=tiles)]  # noqa: E731
+    assert places("flash1") == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert places("flash2") == places("onchip") == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first = next(steps.walk(*problem, "flash2", tiles=tiles))
+    assert first.load == {"q": 512, "k": 512, "v": 512} and first.store == {}
+    phases = [s.phase for s in steps.walk(*problem, "standard", tiles=tiles)]
+    assert phases == ["S = QK^T"] * 4 + ["P = softmax(S)"] * 4 + ["O = PV"] * 4
+
+
+def test_json_of_a_page():
+    import json
+
+    problem = dense(256, batch=2, heads=4, mask=onchip.causal())
+    found = json.loads(json.dumps(steps.to_json(*problem, tiles=Tiles(64, 64))))
+    for name, passes in found["algorithms"].items():
+        for step, part in passes.items():
+            totals = traffic.count(
+                *dense(256, mask=onchip.causal()), name, step, tiles=Tiles(64, 64)
+            ).to_json()
+            assert part["totals"] == totals
+            *_, read, written = part["steps"][-1]
+            assert (read, written) == (totals["reads"], totals["writes"])
+            for phase in part["phases"]:
+                assert phase["kinds"] == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    assert set(found["algorithms"]) == {"standard", "flash1", "flash2", "onchip"}
+
+
+def test_json_has_a_limit():
+    with pytest.raises(ValueError, match="512 x 512.*at most 100000"):
+        steps.to_json(*dense(512), ("flash2",), tiles=Tiles(1, 1))
+
+
+def test_floor_and_intensity():
+    from onchip.devices import device
+
+    found = traffic.count(*dense(8192, heads=16, dim=128), "minimum")
+    floor = found.floor(device("H200"))
+    assert floor.bound == "compute"
+    assert floor.seconds == floor.compute == found.flops / 989.4e12
+    assert floor.fraction(2 * floor.seconds) == 0.5
+    decode = traffic.count(*dense(1, 8192, batch=16, heads=32, heads_k=8, dim=128), "minimum").floor(
+        device("H200")
+    )
+    assert decode.bound == "memory" and decode.seconds == decode.memory
+    with pytest.raises(ValueError, match="seconds"):
+        floor.fraction(0)
+
+
+def test_wrong_names():
+    problem = dense(64)
+    with pytest.raises(ValueError, match="algorithm.*'flash9'.*flash1"):
+        traffic.count(*problem, "flash9")
+    with pytest.raises(ValueError, match="step.*'sideways'"):
+        traffic.count(*problem, "onchip", "sideways")
+    with pytest.raises(ValueError, match="sequence.*1.*0 to 0"):
+        list(steps.walk(*problem, sequence=1))
+    with pytest.raises(ValueError, match="head.*7"):
+        list(steps.walk(*problem, head=7))
+    with pytest.raises(ValueError, match="algorithms.*'x'"):
+        steps.to_json(*problem, ("x",))
+
+
+def test_zero_sizes():
+    for shape in (Shape((0,), (5,)), Shape((5,), (0,)), Shape((0, 3), (0, 0))):
+        problem = state(shape)
+        for algorithm in traffic.ALGORITHMS:
+            for step in orders.STEPS:
+                found = traffic.count(*problem, algorithm, step)
+                assert found.flops == found.pairs == 0
+                assert list(steps.walk(*problem, algorithm, step)) is not None
+
+
+def test_one_layout_of_many_lengths():
+    assert traffic.lengths(Dense(2, 3, 4)) == [(3, 4), (3, 4)]

@@ -1,0 +1,217 @@
+"""`watch` and `record`: what they see of a running model, that they find faults, and that they leave no trace."""
+
+import logging
+import re
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+import onchip
+from checks import qkv
+from onchip import autograd, observe, select, watching
+from onchip.bench.cases import Case, load
+from onchip.recording import record
+from onchip.watching import watch
+
+
+def test_what_is_counted():
+    q, k, v = qkv(2, 33, 70, 4, 2)
+    with watch(every=2) as seen:
+        for _ in range(5):
+            onchip.attention(q, k, v, mask=onchip.causal())
+        packed = torch.randn(20, 4, 16)
+        cu = torch.tensor([0, 5, 20])
+        onchip.attention_varlen(
+            packed, packed, packed, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=onchip.causal()
+        )
+        onchip.attention_with_cache(q[:, :1], k, v, cache_seqlens=torch.tensor([70, 3]))
+    assert (seen.calls, seen.tokens, seen.checks, seen.failures) == (7, 5 * 66 + 20 + 2, 4, 0)
+    assert seen.backends == {"cpu": 7} and seen.seconds > 0 and 0 < seen.worst < 16 and not seen.bad
+    assert list(seen.refusals) == ["triton: the tensors are on cpu; it runs on cuda"]
+    assert "7 calls (cpu 7)" in str(seen) and "4 checks, 0 failed" in str(seen)
+
+
+def test_training_is_as_without_it():
+    q, k, v = (x.requires_grad_() for x in qkv(1, 20, 20, 2))
+    plain = torch.autograd.grad(onchip.attention(q, k, v, mask=onchip.causal()).sum(), (q, k, v))
+    with watch(every=1):
+        watched = torch.autograd.grad(onchip.attention(q, k, v, mask=onchip.causal()).sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_nothing_is_left_behind():
+    assert autograd.apply is observe._plain
+    with pytest.raises(RuntimeError, match="inside"), watch(), record():
+        assert autograd.apply is not observe._plain
+        raise RuntimeError("inside")
+    assert autograd.apply is observe._plain
+    q, k, v = qkv(1, 8, 8, 1)
+    onchip.attention(q, k, v)
+
+
+def test_nan_is_named_by_its_first_row(caplog):
+    q, k, v = qkv(2, 33, 33, 4)
+    v[1, :, 2, 3] = float("nan")
+    with watch(every=1) as seen, caplog.at_level(logging.ERROR, "onchip.watch"):
+        onchip.attention(q, k, v)
+        q[0, 5, 1, 0] = float("inf")
+        onchip.attention(q, k, v)
+        onchip.attention(q, k, v)
+    assert seen.bad == {(1, 2, 0): 1, (0, 1, 5): 2}
+    assert "(1, 2, 0)" in caplog.text and "(0, 1, 5)" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["out", "nan"])
+def test_a_wrong_backend_is_found(monkeypatch, caplog, fault):
+    module = select.load("cpu")
+    plain = module.forward
+
+    def broken(*args):
+        found = plain(*args)
+        if fault == "out":
+            found.out.mul_(1.001)
+        else:
+            found.out.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(module, "forward", broken)
+    with watch(every=1) as seen, caplog.at_level(logging.ERROR, "onchip.watch"):
+        onchip.attention(*qkv(1, 40, 40, 2))
+    assert seen.failures == 4 and "float64" in caplog.text
+    assert seen.worst != seen.worst if fault == "nan" else seen.worst > 16
+
+
+def test_a_change_of_backend_is_told(caplog):
+    q, k, v = qkv(1, 8, 8, 1)
+    with watch() as seen, caplog.at_level(logging.WARNING, "onchip.watch"):
+        onchip.attention(q, k, v)
+        onchip.attention(q, k, v)
+        onchip.attention(q, k, v, backend="reference")
+    assert seen.backends == {"cpu": 2, "reference": 1}
+    assert re.search("changed from cpu to reference", caplog.text) and len(caplog.records) == 1
+
+
+def test_every_nth_call():
+    q, k, v = qkv(1, 8, 8, 1)
+    with watch(every=3) as seen:
+        for _ in range(7):
+            onchip.attention(q, k, v)
+    assert seen.checks == 3  # calls 1, 4 and 7
+    for wrong in ({"every": 0}, {"rows": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*at least 1"), watch(**wrong):
+            pass
+    with pytest.raises(TypeError, match="every.*float"), watch(every=1.5):
+        pass
+
+
+def test_a_call_costs_little_beside_the_checks():
+    """No look at a tensor's numbers, and no work that grows with the tensors, between two checks."""
+    q, k, v = qkv(1, 8, 8, 1)
+    with watch(every=10**6) as seen:
+        onchip.attention(q, k, v)
+        looked = []
+
+        class Mode(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                looked.append(func)
+                return func(*args, **(kwargs or {}))
+
+        class Grab:
+            def called(self, *args):
+                self.args = args
+
+        grab = Grab()
+        with observe.observing(grab):
+            onchip.attention(q, k, v)
+        with Mode():
+            seen.called(*grab.args)
+    assert {getattr(func, "__name__", "") for func in looked} <= {"__get__"}  # shapes alone
+
+
+def test_prometheus_counts_the_same(monkeypatch):
+    """With a stand-in for the client, which keeps what it is told."""
+    told = {}
+
+    class Metric:
+        def __init__(self, name, help, labels=()):
+            self.name = name
+
+        def labels(self, backend):
+            return Metric(f"{self.name}.{backend}", "")
+
+        def inc(self, amount=1):
+            told[self.name] = told.get(self.name, 0) + amount
+
+        def set(self, value):
+            told[self.name] = value
+
+    client = types.ModuleType("prometheus_client")
+    client.Counter = client.Gauge = Metric
+    client.__spec__ = types.SimpleNamespace(name="prometheus_client")
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    monkeypatch.setattr(watching._Metrics, "_made", None)
+    q, k, v = qkv(1, 8, 8, 1)
+    v[0, 0, 0, 0] = float("inf")
+    with watch(every=1) as seen:
+        onchip.attention(q, k, v)
+        onchip.attention(q, k, v)
+    assert told["onchip_calls.cpu"] == 2 and told["onchip_tokens.cpu"] == 16
+    assert told["onchip_seconds.cpu"] == pytest.approx(seen.seconds)
+    assert told["onchip_refusals.triton"] == 1 and told["onchip_nonfinite_calls"] == 2
+    assert "onchip_worst_roundings" in told
+
+
+def test_calls_of_other_threads_and_transforms():
+    q, k, v = qkv(1, 8, 8, 1)
+    with watch(every=1) as seen:
+        threads = [threading.Thread(target=onchip.attention, args=(q, k, v)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.vmap(lambda x: onchip.attention(x, x, x))(torch.randn(2, 1, 8, 1, 4))
+    assert seen.calls == 3
+
+
+# Recording.
+
+
+def test_recorded_workloads(tmp_path):
+    q, k, v = (x.requires_grad_() for x in qkv(2, 33, 70, 4, 2, dim=8, dim_v=24))
+    with record() as seen:
+        for _ in range(3):
+            onchip.attention(
+                q, k, v, mask=onchip.causal() & onchip.window(9, None), score=onchip.Score(softcap=2.0)
+            )
+        with torch.no_grad():
+            onchip.attention(q, k, v, dropout=0.1)
+            onchip.attention_with_cache(q[:, :1], k, v, cache_seqlens=60, mask=onchip.causal())
+        packed = torch.randn(20, 4, 16)
+        cu = torch.tensor([0, 5, 5, 20])
+        onchip.attention_varlen(packed, packed, packed, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    sizes = {"batch": 2, "seqlen_q": 33, "seqlen_k": 70, "heads_q": 4, "heads_k": 2, "dim": 8, "dim_v": 24}
+    first, second, third, fourth = seen.cases
+    assert first == Case("call 0", **sizes, mask="window(9, 0)", softcap=2.0, what="both", calls=3)
+    assert second == Case("call 1", **sizes, dropout=0.1)
+    assert third.cache and (third.seqlen_q, third.k_len, third.mask) == (1, 60, "window(None, 0)")
+    assert fourth.lengths == (5, 15)
+    seen.save(tmp_path / "cases.json")
+    assert load(tmp_path / "cases.json") == seen.cases
+
+
+def test_masks_that_hold_tensors_stay_in_the_process(tmp_path):
+    q, k, v = qkv(1, 8, 8, 1)
+    with record() as seen:
+        for _ in range(2):
+            onchip.attention(q, k, v, mask=onchip.dense(torch.rand(8, 8) < 0.5))
+    (case,) = seen.cases
+    assert case.calls == 2 and isinstance(case.mask, onchip.Mask)
+    with pytest.raises(ValueError, match="tensor"):
+        seen.save(tmp_path / "cases.json")
+    from onchip.bench import run
+    from onchip.bench.timing import Regime
+
+    assert run.run([case], ["onchip"], "cpu", Regime(repeats=1, least=0.0))[0].ok
