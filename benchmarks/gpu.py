@@ -8,6 +8,7 @@ share of it under a mask), 2.5 times that backward.
 """
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -24,6 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onchip
 
+# Hopper's own forward pass has benchmarks/hopper.py.
+attention = functools.partial(onchip.attention, backend="triton")
 PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 TOKENS, WIDTH = 16384, 2048  # batch * seqlen, heads * dim
 
@@ -85,7 +88,7 @@ def grid(record: list[dict], seqlens: list[int], repeats: int, pause: float) -> 
                 mask = onchip.causal() if causal else None
                 flops = 4 * shape[0] * shape[2] * n * n * dim * (0.5 if causal else 1.0)
                 forward, backward = _calls(q, k, v, dout, mask, causal)
-                off = error(onchip.attention(q, k, v, mask=mask), q, k, v, mask)
+                off = error(attention(q, k, v, mask=mask), q, k, v, mask)
                 for step, calls, work in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
                     ms = measure(calls, repeats, pause)
                     rates = {name: work / t / 1e9 for name, t in ms.items()}
@@ -105,8 +108,8 @@ def grid(record: list[dict], seqlens: list[int], repeats: int, pause: float) -> 
 def _calls(q, k, v, dout, mask, causal: bool):
     ours = [x.detach().requires_grad_() for x in (q, k, v)]
     theirs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    out = onchip.attention(*ours, mask=mask)
-    forward: dict[str, Callable[[], object]] = {"onchip": lambda: onchip.attention(q, k, v, mask=mask)}
+    out = attention(*ours, mask=mask)
+    forward: dict[str, Callable[[], object]] = {"onchip": lambda: attention(q, k, v, mask=mask)}
     backward: dict[str, Callable[[], object]] = {
         "onchip": lambda: torch.autograd.grad(out, ours, dout, retain_graph=True)
     }
@@ -143,10 +146,10 @@ def masks(record: list[dict], repeats: int, pause: float) -> None:
     }
     for name, (mask, score) in cases.items():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = onchip.attention(*leaves, mask=mask, score=score)
+        out = attention(*leaves, mask=mask, score=score)
         ms = measure(
             {
-                "forward": lambda m=mask, s=score: onchip.attention(q, k, v, mask=m, score=s),
+                "forward": lambda m=mask, s=score: attention(q, k, v, mask=m, score=s),
                 "backward": lambda o=out, x=leaves: torch.autograd.grad(o, x, dout, retain_graph=True),
             },
             repeats,
@@ -189,8 +192,8 @@ def host(record: list[dict]) -> None:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     calls = {
-        "onchip": lambda: onchip.attention(q, k, v, mask=None),
-        "onchip_grad": lambda: onchip.attention(*leaves),
+        "onchip": lambda: attention(q, k, v, mask=None),
+        "onchip_grad": lambda: attention(*leaves),
         "sdpa": lambda: F.scaled_dot_product_attention(*heads_first),
     }
     for name, call in calls.items():

@@ -13,23 +13,37 @@ def rows(header: list[str], body: list[list[str]]) -> str:
 
 def about(run: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    return f"{run['device']}, {run['date']}, {versions}, commit {run['commit']}; {run['regime']}.\n"
+    note = f" {run['note']}" if "note" in run else ""
+    return f"{run['device']}, {run['date']}, {versions}, commit {run['commit']}; {run['regime']}.{note}\n"
+
+
+def rates(run: dict, step: str, peers: dict[str, str]) -> str:
+    """TFLOP/s of a pass beside its peers (their name in the run -> in the table), and our share of the best of them."""
+    body = [
+        [str(r["dim"]), str(r["seqlen"]), "causal" if r["causal"] else "full"]
+        + [f"{r['tflops'][name]:.0f}" for name in ("onchip", *peers)]
+        + [f"{r['tflops']['onchip'] / max(r['tflops'][name] for name in peers):.2f}"]
+        for r in run["results"]
+        if r["case"] == step
+    ]
+    title = f"\n### {step.capitalize()}, TFLOP/s, bf16, 16384 tokens, heads x dim = 2048\n\n"
+    return title + rows(["dim", "seqlen", "mask", "onchip", *peers.values(), "onchip / the best"], body)
+
+
+def hopper(run: dict) -> str:
+    return rates(run, "forward", {"fa3": "FlashAttention-3", "cudnn": "cuDNN"})
+
+
+def triton(run: dict) -> str:
+    peers = {"fa2": "FlashAttention-2", "cudnn": "cuDNN"}
+    return "".join(rates(run, step, peers) for step in ("forward", "backward"))
 
 
 def gpu(run: dict) -> str:
     kinds: dict[str, list[dict]] = {}
     for row in run["results"]:
         kinds.setdefault(row["case"], []).append(row)
-    text = ""
-    for step in ("forward", "backward"):
-        body = [
-            [str(r["dim"]), str(r["seqlen"]), "causal" if r["causal"] else "full"]
-            + [f"{r['tflops'][name]:.0f}" for name in ("onchip", "fa2", "cudnn")]
-            + [f"{r['tflops']['onchip'] / r['tflops']['fa2']:.2f}"]
-            for r in kinds.get(step, [])
-        ]
-        text += f"\n### {step.capitalize()}, TFLOP/s, bf16, 16384 tokens, heads x dim = 2048\n\n"
-        text += rows(["dim", "seqlen", "mask", "onchip", "FlashAttention-2", "cuDNN", "onchip / FA2"], body)
+    text = triton(run)
     body = [
         [
             r["mask"],
@@ -42,11 +56,12 @@ def gpu(run: dict) -> str:
     text += "\n### Masks at dim 128, 16 heads, 16384 tokens, milliseconds\n\n"
     text += rows(["mask", "forward", "backward", "blocks visible"], body)
     body = [
-        [str(r["batch"]), str(r["keys"]), f"{r['ms']['onchip']:.3f}", f"{r['gb_per_s']:.0f}"]
+        [str(r["batch"]), str(r["keys"]), f"{r['ms']['onchip']:.3f}", f"{r['eager_ms']:.3f}"]
+        + [f"{r['gb_per_s'][name]:.0f}" for name in ("onchip", "sdpa")]
         for r in kinds["decode"]
     ]
-    text += "\n### Decoding, 32 query heads on 8 key heads, dim 128, GB/s of K and V\n\n"
-    text += rows(["batch", "keys", "ms", "GB/s"], body)
+    text += "\n### Decoding, 32 query heads on 8 key heads, dim 128, as CUDA graphs\n\n"
+    text += rows(["batch", "keys", "ms", "ms without a graph", "GB/s of K and V", "SDPA GB/s"], body)
     body = [[r["call"], f"{r['us']:.0f}"] for r in kinds["host"]]
     return text + "\n### Host time of one small call, microseconds\n\n" + rows(["call", "us"], body)
 
@@ -65,7 +80,9 @@ def cpu(run: dict) -> str:
 def main() -> None:
     text = "# Benchmarks\n\nMade by `benchmarks/table.py` from the runs in `results/`. Compare within one table only.\n"
     for title, name, table in (
+        ("Hopper backend", "h200-hopper", hopper),
         ("Triton backend", "h200-triton", gpu),
+        ("Triton backend, shorter sequences (an earlier commit)", "h200-triton-short", triton),
         ("CPU backend: the tiled loop of torch operations", "cpu-tiled", cpu),
     ):
         run = json.loads((HERE / "results" / f"{name}.json").read_text())
