@@ -58,9 +58,12 @@ $(VENV)/.torch: | $(PY)
 	  $(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
 	touch $@
 
-# A CUDA torch brings its own triton. Beside the CPU build one is installed where there are wheels of it.
+# A CUDA torch brings its own triton. Beside the CPU build one is installed where there are wheels of it, and the newest
+# in a folder of its own: kernels must compile with both.
 $(VENV)/.triton: $(VENV)/.test
-	$(PY) -c 'import triton' 2>/dev/null || [ "$$(uname -sm)" != "Linux x86_64" ] || $(PIP) install 'triton==3.6.0'
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  $(PY) -c 'import triton' 2>/dev/null || $(PIP) install 'triton==3.6.0'; \
+	  $(PIP) install --no-deps --upgrade --target $(VENV)/triton-newest triton; fi
 	touch $@
 
 $(VENV)/.demo: EXTRAS := demo

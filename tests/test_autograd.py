@@ -1,5 +1,7 @@
 """What autograd, autocast, vmap, torch.func and checkpointing may expect of a call."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -289,3 +291,23 @@ def test_vmap_with_dropout_says_no_or_draws():
         torch.vmap(lambda q: onchip.attention(q, q, q, dropout=0.5))(q)
     seeded = torch.vmap(lambda q: onchip.attention(q, q, q, dropout=0.5, seed=3))(q)
     torch.testing.assert_close(seeded[1], onchip.attention(q[1], q[1], q[1], dropout=0.5, seed=3))
+
+
+def test_what_saved_tensors_hooks_take_away_is_not_kept(backend):
+    """Checkpointing and offloading rest on this: nothing but the hooks holds q, k, v or a bias."""
+    leaves = [torch.randn(1, 5, 2, 4, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(5, 5, requires_grad=True)
+    inner = [x * 1 for x in (*leaves, bias)]
+    expected = torch.autograd.grad(
+        onchip.attention(*inner[:3], score=onchip.Score(bias=inner[3]), backend=backend).square().sum(),
+        (*leaves, bias),
+    )
+    inner = [x * 1 for x in (*leaves, bias)]
+    seen = [weakref.ref(x) for x in inner]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().numpy().copy(), torch.from_numpy):
+        out = onchip.attention(*inner[:3], score=onchip.Score(bias=inner[3]), backend=backend)
+        loss = out.square().sum()
+    del inner, out
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 4
+    torch.testing.assert_close(torch.autograd.grad(loss, (*leaves, bias)), expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import onchip
-from onchip import problem as problems, rules
+from onchip import problem as problems, rules, select
 from onchip.backends import hopper
 from onchip.backends.hopper.table import TABLE, config, kind, padded
 from onchip.backends.hopper.unseen import unseen, without_unseen
@@ -69,6 +69,16 @@ def test_refuses_other_devices():
     assert "cpu" in hopper.refuse(state())
     if not torch.cuda.is_available():
         assert "cuda" in hopper.refuse(state())
+
+
+def test_small_calls_are_left_to_triton_unless_it_is_named(monkeypatch):
+    for module in map(select.load, ("hopper", "triton")):
+        monkeypatch.setattr(module, "refuse", lambda problem: None)
+    small = dataclasses.replace(state((1, 512, 8, 64)), device="cuda")
+    large = dataclasses.replace(state((4, 8192, 16, 64)), device="cuda")
+    assert select.choose(large) == "hopper" and "hopper" not in select.refusals(large)
+    assert select.choose(small) == "triton" and "host time" in select.refusals(small)["hopper"]
+    assert select.choose(small, "hopper") == "hopper"
 
 
 def test_the_backward_pass_is_another_backends():

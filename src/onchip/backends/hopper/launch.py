@@ -167,7 +167,8 @@ def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> N
         score, mod = arguments.scores(operands), arguments.mod(operands)
     place = None
     if isinstance(layout, Varlen):
-        place = Packed(layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k)
+        lengths = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k
+        place = Packed(*(x if x is None else x.contiguous() for x in lengths))  # kernels step through them
     forward_kernel[(made.programs,)](
         descriptor(addressable(q), 64, C.dim, C.pack), descriptor(addressable(k), C.tile_n, C.dim),
         descriptor(addressable(v), C.tile_n, C.dim_v), descriptor(out, 64, C.dim_v, C.pack),
