@@ -36,9 +36,18 @@ def _machine() -> str | None:
 
 
 def yields(problem: Problem) -> str | None:
-    """Host time decides where the kernel is shorter: a call takes about 110 us here and 57 in Triton (H200), whose kernels
-    are by then as far as 40 GFLOP at 400 TFLOP/s."""
-    work = 2 * (problem.dim + problem.dim_v) * problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    """Why Triton should run it: host time decides where the kernel is shorter than that.
+
+    A call takes about 110 us here and 57 in Triton (H200), whose kernels do 40 GFLOP in the former at 400 TFLOP/s.
+    """
+    work = (
+        2
+        * (problem.dim + problem.dim_v)
+        * problem.batch
+        * problem.heads_q
+        * problem.seqlen_q
+        * problem.seqlen_k
+    )
     return "under 40 GFLOP host time decides, and Triton's is shorter" if work < 4e10 else None
 
 
@@ -87,3 +96,10 @@ def backward(
     problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
 ) -> Grads:
     raise NotImplementedError(f"the backward pass of a forward pass here runs in the backend {BACKWARD!r}")
+
+
+def copies(tensor: Tensor) -> bool:
+    """Whether a tensor of these strides is copied first: the copy engine steps by 16 bytes."""
+    *outer, last = tensor.stride()
+    steps = [s for s, n in zip(outer, tensor.shape[:-1], strict=True) if n > 1]
+    return last != 1 or any(s % 8 or s <= 0 for s in steps)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from onchip import rules
 from onchip.backends.compiled import arguments, lists
 from onchip.backends.compiled.terms import Rows, Scores
+from onchip.backends.hopper import copies
 from onchip.backends.hopper.kernel import forward_kernel
 from onchip.backends.hopper.parts import Lse, Packed
 from onchip.backends.hopper.table import Config, config
@@ -52,9 +53,7 @@ def _block(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[list[int], Any]:
 
 def addressable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where the bulk copy engine cannot address it: strides and start in steps of 16 bytes."""
-    *outer, last = tensor.stride()
-    fits = all(s % 8 == 0 and s > 0 for s, n in zip(outer, tensor.shape[:-1], strict=True) if n > 1)
-    if last == 1 and fits and tensor.data_ptr() % 16 == 0:
+    if tensor.data_ptr() % 16 == 0 and not copies(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
