@@ -141,9 +141,9 @@ def test_attn_probs_are_the_weights_with_dropped_ones_negative(dropout_p):
 def test_attn_probs_of_packed_sequences():
     q, k, v = torch.randn(12, 4, 16), torch.randn(17, 2, 16), torch.randn(17, 2, 16)
     out, _, probs = flash_attn.flash_attn_varlen_func(
-        q, k, v, cu(CU_Q), cu(CU_K), 7, 7, 0.3, causal=True, return_attn_probs=True
+        q, k, v, cu(CU_Q), cu(CU_K), torch.tensor(9), 8, 0.3, causal=True, return_attn_probs=True
     )
-    assert probs.shape == (3, 4, 7, 7)
+    assert probs.shape == (3, 4, 9, 8)
     kept = torch.where(probs > 0, probs, 0.0) / 0.7
     for i in range(3):
         rows, keys = slice(CU_Q[i], CU_Q[i + 1]), slice(CU_K[i], CU_K[i + 1])
@@ -243,6 +243,18 @@ def test_kvcache_rotary(interleaved, causal, new, pad):
         torch.testing.assert_close(out[b : b + 1], want, rtol=1e-5, atol=1e-5)
 
 
+def test_kvcache_outside_of_no_grad():
+    """As in flash_attn: it runs, rotary embedding and appending included, and the result requires no gradient."""
+    k_cache, v_cache = cache(2, 20)
+    q, k, v = (x.requires_grad_() for x in qkv(2, 3, 3, 4, 2))
+    tables, pad = (torch.ones(20, 4), torch.zeros(20, 4)), torch.tensor([1, 2], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, *tables, cache_seqlens=5, cache_leftpad=pad
+    )
+    assert not out.requires_grad and not k_cache.requires_grad
+    assert torch.equal(k_cache[:, 5:8], k.detach())
+
+
 def test_kvcache_refusals():
     k_cache, v_cache = cache(2, 20)
     q = torch.randn(2, 1, 4, 16)
@@ -250,10 +262,8 @@ def test_kvcache_refusals():
         flash_attn.flash_attn_with_kvcache(
             q, k_cache, v_cache, rotary_cos=torch.ones(20, 4), rotary_sin=torch.ones(20, 4), cache_seqlens=3
         )
-    with pytest.raises(NotImplementedError, match="q: requires grad"):
-        flash_attn.flash_attn_with_kvcache(q.requires_grad_(), k_cache, v_cache, cache_seqlens=3)
     with pytest.raises(ValueError, match="capacity 20"):
-        flash_attn.flash_attn_with_kvcache(q.detach(), k_cache, v_cache, cache_seqlens=21)
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=21)
 
 
 def test_block_table_of_packed_queries():
@@ -270,6 +280,9 @@ def test_block_table_of_packed_queries():
     torch.testing.assert_close(out, want)
     with pytest.raises(NotImplementedError, match="dropout_p"):
         flash_attn.flash_attn_varlen_func(q, *pages, cu(CU_Q), starts, 7, 11, 0.1, block_table=table)
+    with pytest.raises(NotImplementedError, match="q: requires grad"):
+        leaf = q.clone().requires_grad_()
+        flash_attn.flash_attn_varlen_func(leaf, *pages, cu(CU_Q), starts, 7, 11, block_table=table)
     with pytest.raises(ValueError, match="max_seqlen_q: got 4"):
         flash_attn.flash_attn_varlen_func(q, *pages, cu(CU_Q), starts, 4, 11, block_table=table)
 

@@ -73,6 +73,9 @@ def test_qkvpacked(heads_q):
     want = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     torch.testing.assert_close((out, lse), want)
     assert torch.equal(fa3.flash_attn_qkvpacked_func(packed, causal=True, num_heads_q=heads_q), out)
+    if heads_q is not None:
+        with pytest.raises(ValueError, match="num_heads_q"):
+            fa3.flash_attn_qkvpacked_func(packed)
 
 
 def test_varlen_with_seqused():

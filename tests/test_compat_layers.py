@@ -123,6 +123,9 @@ def test_qkv_and_kv_in_place(grouped):
     torch.testing.assert_close(parts[0], rotary.apply_rotary_emb(q, cos, sin, seqlen_offsets=2))
     torch.testing.assert_close(parts[1], rotary.apply_rotary_emb(k, *own, seqlen_offsets=2))
     torch.testing.assert_close(parts[2], v)
+    if grouped:
+        with pytest.raises(ValueError, match="num_heads_q"):
+            rotary.apply_rotary_emb_qkv_(qkv, cos, sin)
     up = torch.randn_like(out)
     (grad,) = torch.autograd.grad(out, leaf, up)
     ups, grads = (x.split([4, 2, 2], 2) if grouped else x.unbind(2) for x in (up, grad))

@@ -44,9 +44,10 @@ def test_shapes(q, k, v, is_causal):
     compare(rand(q), rand(k), rand(v), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("lead", [(2,), (3, 2)])
+@pytest.mark.parametrize("lead", [(), (2,), (3, 2)])
 def test_enable_gqa(lead):
     compare(rand(*lead, 4, 5, 8), rand(*lead, 2, 7, 8), rand(*lead, 2, 7, 8), enable_gqa=True)
+    compare(rand(*lead, 4, 5, 8), rand(*lead, 2, 7, 8), rand(*lead, 2, 7, 8), rand(4, 5, 7), enable_gqa=True)
 
 
 @pytest.mark.parametrize("kind", [bool, float])

@@ -1,6 +1,7 @@
 """FlexAttention's callables and block masks, run by onchip, against torch's own flex_attention and dense attention."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
+import onchip
 from onchip.integrations.flex import Adapted, Slope, flex_attention, tensors_of, to_mask, to_mod
 
 pytestmark = pytest.mark.filterwarnings(
@@ -24,6 +26,10 @@ BIAS = torch.randn(4)
 
 def causal(b, h, q, k):
     return q >= k
+
+
+def distance(s, b, h, q, k):
+    return s - 0.1 * abs(q - k)
 
 
 def same_document(b, h, q, k):
@@ -160,30 +166,37 @@ def test_changes_of_outside_tensors_are_seen():
     ids = torch.zeros(80, dtype=torch.long)
     mask = to_mask(lambda b, h, q, k: ids[q] == ids[k], 80, 80)
     q, k, v = (x.transpose(1, 2) for x in inputs())
-    import onchip
-
     full = onchip.attention(q, k, v, mask=mask)
     ids[40:] = 1
     assert not torch.allclose(onchip.attention(q, k, v, mask=mask), full)
 
 
 def reads(kind, table):
-    """A mask_mod that reads the table by a closure, a partial, an object, a list, or through another function."""
+    """A mask_mod that reads the table by a closure, a partial, an object, a container, or through another function."""
 
     def by_closure(b, h, q, k):
         return table[q] > 0
 
-    held, listed = Every(table), [table]
+    held, listed, named, module = Every(table), [table], {"table": table}, torch.nn.Module()
+    module.register_buffer("table", table)
+    config = types.SimpleNamespace(table=table)
     return {
         "closure": by_closure,
         "nested": lambda b, h, q, k: by_closure(b, h, q, k) & (k >= 0),
         "partial": functools.partial(lambda t, b, h, q, k: t[q] > 0, table),
         "object": lambda b, h, q, k: held.step[q] > 0,
         "list": lambda b, h, q, k: listed[0][q] > 0,
+        "dict": lambda b, h, q, k: named["table"][q] > 0,
+        "namespace": lambda b, h, q, k: config.table[q] > 0,
+        "module": lambda b, h, q, k: module.table[q] > 0,
+        "inner": lambda b, h, q, k: (lambda: module.table[q] > 0)(),
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["closure", "nested", "partial", "object", "list"])
+@pytest.mark.parametrize(
+    "kind",
+    ["closure", "nested", "partial", "object", "list", "dict", "namespace", "module", "inner"],
+)
 def test_adapted_functions_take_their_tensors_as_arguments(kind):
     """As kernels need them: a copy of the function reads what it is given, and the function itself is left alone."""
     table, other = torch.tensor([1, 0, 1]), torch.tensor([0, 0, 1])
@@ -225,8 +238,35 @@ def test_adapted_masks_and_mods_are_kept():
 def test_learned_tensors_are_refused():
     slope = torch.randn(4, requires_grad=True)
     q, k, v = inputs()
-    with pytest.raises(ValueError, match="requires grad"):
-        flex_attention(q, k, v, score_mod=lambda s, b, h, q, k: s + slope[h])
+    module, named = torch.nn.Linear(3, 4), {"slope": slope}
+    for score_mod in (
+        lambda s, b, h, q, k: s + slope[h],
+        lambda s, b, h, q, k: s + named["slope"][h],
+        lambda s, b, h, q, k: s + module.bias[h],
+    ):
+        with pytest.raises(ValueError, match="requires grad"):
+            flex_attention(q, k, v, score_mod=score_mod)
+
+
+def test_parameters_that_a_function_does_not_read_do_not_matter():
+    module = torch.nn.Linear(3, 4)
+    module.register_buffer("slope", torch.randn(4))
+    found = tensors_of(lambda s, b, h, q, k: s + module.slope[h])
+    assert len(found) == 1 and found[0] is module.slope
+
+
+def test_a_function_that_calls_itself_is_searched_once():
+    table, other = torch.tensor([1, 0]), torch.tensor([0, 1])
+
+    def again(b, h, q, k, last=False):
+        return table[q] > 0 if last else again(b, h, q, k, True)
+
+    assert tensors_of(again) == [table]
+    assert Adapted(again, 4, (table,))(0, 0, torch.arange(2), 0, table).tolist() == [True, False]
+    assert Adapted(lambda *at: again(*at, True), 4, (table,))(0, 0, torch.arange(2), 0, other).tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_tensors_are_found_wherever_a_function_reads_them():
@@ -241,3 +281,18 @@ def test_tensors_are_found_wherever_a_function_reads_them():
     ]
     assert all(any(t is table for t in tensors_of(fn)) for fn in found)
     assert tensors_of(same_document)[0] is IDS and not tensors_of(causal)
+
+
+def test_compiled_functions_take_masks_and_mods_from_outside():
+    q, k, v = inputs()
+    mask, mod = to_mask(create_block_mask(causal, None, None, 80, 80, device="cpu"), 80, 80), to_mod(distance)
+    want = flex_attention(q, k, v, distance, create_block_mask(causal, None, None, 80, 80, device="cpu"))
+    compiled = torch.compile(
+        lambda *qkv: onchip.attention(*qkv, layout="bhsd", mask=mask, score=onchip.Score(mod=mod)),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    torch.testing.assert_close(compiled(q, k, v), want)
+    inside = torch.compile(lambda *qkv: flex_attention(*qkv, distance), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="made outside of the compiled function"):
+        inside(q, k, v)

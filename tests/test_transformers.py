@@ -1,6 +1,7 @@
 """onchip inside Hugging Face transformers: tiny random models against transformers' own eager attention."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -302,6 +303,20 @@ def test_descriptions_equal_transformers_own_masks(name, padded):
     want = torch.ones(2, 1, 12, 12, dtype=torch.bool) if want is None else want
     seen = visible_pairs(None, made.mask, 12, 12, batch=2)
     assert torch.equal(seen, want.expand(2, 1, 12, 12))
+
+
+@pytest.mark.parametrize("forgotten", [0, 2, 4, 5])
+@pytest.mark.parametrize("name", ["causal", "window", "chunks"])
+def test_caches_that_forget(name, forgotten):
+    """A cache of a sliding or chunked layer begins at a later key: chunks keep counting from the first."""
+    function = FUNCTIONS[name](transformers.masking_utils)
+    place = (2, 3, 12 - forgotten, 9, forgotten)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # chunks that begin within one become a boolean tensor
+        made = integration.visible_keys(*place, mask_function=function)
+    want = transformers.masking_utils.sdpa_mask(*place, mask_function=function, allow_is_causal_skip=False)
+    mask = made.mask if isinstance(made, integration.Visible) else onchip.dense(made)
+    assert torch.equal(visible_pairs(None, mask, 3, 12 - forgotten, batch=2), want.expand(2, 1, 3, -1))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(2)
     else:
+        if num_heads_q is None:
+            raise ValueError(f"num_heads_q: is None, expected an int for qkv of shape {tuple(qkv.shape)}")
         q, k, v = qkv.split([num_heads_q, *[(qkv.shape[2] - num_heads_q) // 2] * 2], 2)
     descales = (q_descale, k_descale, v_descale)
     out, lse = _run(
@@ -128,6 +130,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     return merged, lse.transpose(-1, -2)
 
 
+@torch.no_grad()  # as there: code that decodes with gradients enabled runs
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos: Any = None, rotary_sin: Any = None,
     cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
@@ -137,7 +140,7 @@ def flash_attn_with_kvcache(
     softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
     scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Attention over a cache that k and v are first appended to, in place. Inference only.
+    """Attention over a cache that k and v are first appended to, in place. The result requires no gradient.
 
     With cu_seqlens_q, q is packed (total_q, heads_q, dim). Rotary turns new keys to rotary_seqlens (cache_seqlens by
     default) and behind, q to the same where causal or a window is set, else all of q to the first of these positions.

@@ -85,13 +85,13 @@ def probabilities(q: Tensor, k: Tensor, out_options: dict[str, Any], dropout: fl
     """The softmax weights, (batch, heads_q, seqlen_q, seqlen_k), negative where dropout drops them.
 
     They are attention's output for the values of a unit matrix, taken 128 columns at a time. A weight below the dtype's
-    range is 0 whether it is dropped or not. Packed inputs: up to the longest sequence, 0 behind a sequence's end.
+    range is 0 whether it is dropped or not. Packed inputs: up to max_seqlen, 0 behind a sequence's end.
     """
     cu_q, cu_k = out_options.get("cu_q"), out_options.get("cu_k")
     position = (
         torch.arange(k.shape[1], device=k.device).expand(k.shape[:2]) if cu_k is None else offsets(cu_k, k)[1]
     )
-    seqlen_k = k.shape[1] if cu_k is None else longest(cu_k)
+    seqlen_k = k.shape[1] if cu_k is None else longest(cu_k, out_options["max_k"])
     columns = []
     with torch.no_grad():
         for start in range(0, seqlen_k, 128):
@@ -106,12 +106,15 @@ def probabilities(q: Tensor, k: Tensor, out_options: dict[str, Any], dropout: fl
     if cu_q is None:
         return weights.transpose(1, 2)
     batch, row = offsets(cu_q, q)
-    padded = weights.new_zeros(cu_q.numel() - 1, longest(cu_q), *weights.shape[1:])
+    padded = weights.new_zeros(cu_q.numel() - 1, longest(cu_q, out_options["max_q"]), *weights.shape[1:])
     padded[batch, row] = weights
     return padded.transpose(1, 2)
 
 
-def longest(cu_seqlens: Tensor) -> int:
+def longest(cu_seqlens: Tensor, limit: int | Tensor | None = None) -> int:
+    """The limit, where one is given, else the longest sequence."""
+    if limit is not None:
+        return int(limit)
     lengths = cu_seqlens.diff()
     return int(lengths.max()) if lengths.numel() else 0
 

@@ -12,7 +12,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Adapted:
     def bound(self, given: tuple[Any, ...]) -> Callable[..., Any]:
         """fn that reads these instead of its tensors."""
         changes = {id(t): g for t, g in zip(self.tensors, given, strict=True) if g is not t}
-        return _replaced(self.fn, changes) if changes else self.fn
+        return _replaced(self.fn, changes, _names(self.fn)) if changes else self.fn
 
 
 class Slope(Adapted):
@@ -61,70 +61,97 @@ class Slope(Adapted):
             return torch.autograd.grad(value.expand_as(leaf).sum(), leaf)[0]
 
 
-def _replaced(value: Any, changes: dict[int, Any]) -> Any:
-    """A function, or what it reads, with other tensors: a copy where anything changes."""
-    if id(value) in changes:
-        return changes[id(value)]
-    if isinstance(value, tuple | list) and type(value) in (tuple, list):
-        parts = [_replaced(x, changes) for x in value]
-        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
-    if isinstance(value, functools.partial):
-        keywords = {name: _replaced(x, changes) for name, x in value.keywords.items()}
-        return functools.partial(_replaced(value.func, changes), *_replaced(value.args, changes), **keywords)
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _replaced(value.__self__, changes))
-    if isinstance(value, types.FunctionType):
-        if not any(id(t) in changes for t in tensors_of(value)):
-            return value
-        names = {
-            name: value.__globals__.get(name) for name in value.__code__.co_names if name in value.__globals__
-        }
-        names = {**value.__globals__, **{name: _replaced(x, changes) for name, x in names.items()}}
-        cells = tuple(types.CellType(_replaced(c.cell_contents, changes)) for c in value.__closure__ or ())
-        return types.FunctionType(value.__code__, names, value.__name__, value.__defaults__, cells or None)
-    if _is_object(value):
-        made = copy.copy(value)
-        vars(made).update({name: _replaced(x, changes) for name, x in vars(value).items()})
-        return made
-    return value
+Names = frozenset[str]
 
 
 def tensors_of(fn: Any) -> list[Tensor]:
-    """The tensors that a function, and the functions that it calls, read from closures, globals and partials."""
+    """The tensors that a function, and the functions that it calls, read from closures, globals, partials, containers
+    and the attributes of objects, an nn.Module's parameters and buffers included."""
     found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    seen: set[tuple[int, Names]] = set()
 
-    def visit(value: Any) -> None:
-        if id(value) in seen:
+    def visit(value: Any, names: Names) -> None:
+        if (id(value), names) in seen:
             return
-        seen.add(id(value))
+        seen.add((id(value), names))
         if isinstance(value, Tensor):
             found[id(value)] = value
-        for part in _parts(value):
-            visit(part)
+        for part in _parts(value, names).values():
+            visit(part, _inside(part, names))
 
-    visit(fn)
+    visit(fn, _names(fn))
     return list(found.values())
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _replaced(value: Any, changes: dict[int, Any], names: Names, path: tuple[int, ...] = ()) -> Any:
+    """A function, or what it reads, with other tensors: a copy where anything changes."""
+    if id(value) in changes:
+        return changes[id(value)]
+    if id(value) in path:  # a function that calls itself
+        return value
+    parts, path = _parts(value, names), (*path, id(value))
+    made = {key: _replaced(part, changes, _inside(part, names), path) for key, part in parts.items()}
+    if all(made[key] is part for key, part in parts.items()):
+        return value
     if isinstance(value, tuple | list):
-        yield from value
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__func__, *vars(value.__self__).values())
-    elif isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or ())
-        yield from (value.__globals__.get(name) for name in value.__code__.co_names)
-    elif _is_object(value):
-        yield from vars(value).values()
+        return type(value)(made.values())
+    if isinstance(value, dict):
+        return made
+    if isinstance(value, functools.partial):
+        keywords = {key[1]: part for key, part in made.items() if isinstance(key, tuple)}
+        return functools.partial(made["func"], *(made[i] for i in range(len(value.args))), **keywords)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(made["func"], made["self"])
+    if isinstance(value, types.FunctionType):
+        cells = tuple(types.CellType(made[i]) for i in range(len(value.__closure__ or ())))
+        scope = {**value.__globals__, **{key: part for key, part in made.items() if isinstance(key, str)}}
+        return types.FunctionType(value.__code__, scope, value.__name__, value.__defaults__, cells or None)
+    changed = copy.copy(value)
+    vars(changed).update(made)  # goes before an nn.Module's own look-up of parameters
+    return changed
 
 
-def _is_object(value: Any) -> bool:
-    """An instance that is called as a function, whose attributes it may read."""
-    plain = isinstance(value, type | types.ModuleType | types.FunctionType | Tensor)
-    return hasattr(value, "__dict__") and callable(value) and not plain
+def _parts(value: Any, names: Names) -> dict[Any, Any]:
+    """What a value holds that code using these names may read."""
+    if type(value) in (tuple, list):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return value if type(value) is dict else {}
+    if isinstance(value, functools.partial):
+        keywords = {("keyword", name): part for name, part in value.keywords.items()}
+        return {"func": value.func, **dict(enumerate(value.args)), **keywords}
+    if isinstance(value, types.MethodType):
+        return {"func": value.__func__, "self": value.__self__}
+    if isinstance(value, types.FunctionType):
+        cells = dict(enumerate(cell.cell_contents for cell in value.__closure__ or ()))
+        scope = value.__globals__
+        return {**cells, **{name: scope[name] for name in _names(value) if name in scope}}
+    if isinstance(value, type | types.ModuleType | Tensor) or not hasattr(value, "__dict__"):
+        return {}
+    held = vars(value)
+    if isinstance(value, torch.nn.Module):
+        held = {**held["_modules"], **held["_buffers"], **held["_parameters"], **held}
+    methods = (getattr(type(value), name, None) for name in names)
+    names = names.union(*(_names(m) for m in methods if isinstance(m, types.FunctionType)))
+    return {name: held[name] for name in names if name in held}
+
+
+def _inside(part: Any, names: Names) -> Names:
+    """The names that may be read of a part. A module that is held is read by attribute, or it would be a layer."""
+    return names if isinstance(part, torch.nn.Module) else names | _names(part)
+
+
+def _names(value: Any) -> Names:
+    """The names in the code of a function, method or callable object, and in the functions inside it."""
+    if not isinstance(value, types.FunctionType | types.MethodType):
+        value = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
+    todo: list[Any] = [getattr(value, "__code__", None)]
+    names: set[str] = set()
+    for code in todo:
+        if isinstance(code, types.CodeType):
+            names.update(code.co_names)
+            todo.extend(code.co_consts)
+    return frozenset(names)
 
 
 _masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple, onchip.Mask]] = weakref.WeakKeyDictionary()
@@ -226,8 +253,14 @@ def flex_attention(
 
     query (batch, heads_q, seqlen_q, dim), key and value (batch | 1, heads_k, seqlen_k, dim | dim_v). Returns out
     (batch, heads_q, seqlen_q, dim_v), with return_lse or return_aux=AuxRequest(lse=True) also lse (batch, heads_q,
-    seqlen_q). Raises ValueError for fewer key heads without enable_gqa, NotImplementedError for max_scores.
+    seqlen_q). Raises ValueError for fewer key heads without enable_gqa, NotImplementedError for max_scores, and for the
+    functions under torch.compile.
     """
+    if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
+        raise NotImplementedError(
+            "score_mod, block_mask: under torch.compile call onchip.attention with to_mask(block_mask, ...) and "
+            "to_mod(score_mod), made outside of the compiled function"
+        )
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"enable_gqa: is False, expected True for {query.shape[1]} query and {key.shape[1]} key heads"

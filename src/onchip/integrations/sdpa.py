@@ -100,14 +100,18 @@ def _broadcast(
     out_lead = leads[0]
 
     def four(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-        batch, heads = (math.prod(lead[:-1]), lead[-1]) if len(lead) > 1 else (math.prod(lead), 1)
+        # A single leading dimension is the heads where they are grouped, else the batch.
+        split = len(lead) - 1 if gqa or len(lead) > 1 else len(lead)
+        batch, heads = math.prod(lead[:split]), math.prod(lead[split:])
         return x.expand(*lead, *x.shape[-2:]).reshape(batch, heads, *x.shape[-2:])
 
     def pairs(x: Tensor) -> Tensor:
         """A mask, or bias, that still broadcasts wherever it did."""
         if x.dim() <= 2 or len(out_lead) == 2:
             return x
-        return x.unsqueeze(1) if len(out_lead) == 1 else four(x, out_lead)
+        if len(out_lead) == 1:
+            return x.unsqueeze(0 if gqa else 1)
+        return four(x, out_lead)
 
     mask = dense(pairs(mask)) if isinstance(mask, Tensor) else mask
     score = None if bias is None else Score(bias=pairs(bias))

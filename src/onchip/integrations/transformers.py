@@ -112,8 +112,10 @@ def visible_keys(
     if found and (allow_is_causal_skip or allow_is_bidirectional_skip or found.ids is not None):
         end = int(q_offset) + q_length - kv_offset  # one past the last query's own key
         keys = min(end, kv_length) if found.right == 0 else kv_length
-        # Bands and chunks are aligned so that the last query is at the last key; without them that does not matter.
-        if keys == end or found == Pattern():
+        # Bands and chunks are aligned so that the last query is at the last key, chunks also with the first key, which
+        # a cache that forgets moves; without them that does not matter.
+        aligned = keys == end and (found.chunk is None or kv_offset % found.chunk == 0)
+        if aligned or found == Pattern():
             tokens = None if attention_mask is None else token_mask(attention_mask[:, kv_offset:], keys)
             parts = [part for part in (*found.masks(), tokens) if part is not None]
             mask = reduce(operator.and_, parts) if parts else None

@@ -161,6 +161,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@torch.no_grad()  # as there: code that decodes with gradients enabled runs
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -182,7 +183,7 @@ def flash_attn_with_kvcache(
     num_splits=0,
     return_softmax_lse=False,
 ):
-    """Attention over a cache that k and v are first appended to, in place. Inference only.
+    """Attention over a cache that k and v are first appended to, in place. The result requires no gradient.
 
     Rotary turns k to its positions, counted from cache_leftpad; q to the same where causal or a window is set, else
     all of q to the position of the first new key.

@@ -52,7 +52,8 @@ def apply_rotary_emb_qkv_(
     if qkv.dim() == 5:
         parts = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        assert num_heads_q is not None
+        if num_heads_q is None:
+            raise ValueError(f"num_heads_q: is None, expected an int for qkv of shape {tuple(qkv.shape)}")
         heads_k = (qkv.shape[2] - num_heads_q) // 2
         parts = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
     tables = (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
