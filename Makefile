@@ -27,9 +27,10 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## run the main job on real input; writes onchip-demo/report.html
 	$(VENV)/bin/onchip demo
 
-test: $(VENV)/.test $(VENV)/.triton  ## run the whole test suite (PYTEST_ARGS="-k mask" to select)
+test: $(VENV)/.test $(VENV)/.triton $(VENV)/.native  ## run the whole test suite (PYTEST_ARGS="-k mask" to select)
 	if $(PY) -c 'import triton' 2>/dev/null; then \
 	  OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS); fi
+	if command -v chromium >/dev/null; then $(PY) -m pytest tests/page $(PYTEST_ARGS); fi
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
@@ -44,7 +45,7 @@ types: $(VENV)/.dev  ## pyright on src
 	$(VENV)/bin/pyright
 
 clean:  ## remove everything that make created
-	rm -rf $(VENV) onchip-demo .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) build src/onchip/backends/cpu/lib onchip-demo .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A torch that the base Python already has (a CUDA build, say) is used as it is.
@@ -66,9 +67,16 @@ $(VENV)/.triton: $(VENV)/.test
 	  $(PIP) install --no-deps --upgrade --target $(VENV)/triton-newest triton; fi
 	touch $@
 
+# The native CPU kernels, in place, where a C++ compiler is; without one the tiled loop serves everything.
+$(VENV)/.native: CMakeLists.txt $(wildcard src/onchip/backends/cpu/kernels/*) $(VENV)/.test
+	if command -v c++ >/dev/null; then \
+	  PATH="$(abspath $(VENV))/bin:$$PATH"; cmake -S . -B build/native -G Ninja && cmake --build build/native && \
+	  cmake --install build/native --prefix src; else echo "no C++ compiler: no native CPU kernels"; fi
+	touch $@
+
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.test: EXTRAS := demo,test
 $(VENV)/.dev: EXTRAS := demo,test,dev
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(PIP) install --editable '.[$(EXTRAS)]'
+	$(PIP) install --config-settings=wheel.cmake=false --editable '.[$(EXTRAS)]'
 	touch $@

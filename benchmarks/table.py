@@ -77,15 +77,54 @@ def cpu(run: dict) -> str:
     return "\n" + rows(header, body)
 
 
+def native(run: dict) -> str:
+    header = [
+        "case",
+        "dtype",
+        "(heads, heads_k, seqlen_k, dim)",
+        "mask",
+        "onchip ms",
+        "SDPA ms",
+        "SDPA / onchip",
+        "by process time",
+    ]
+    body = [
+        [
+            r["case"] + (f" of {r['batch']}" if "batch" in r else ""),
+            r["dtype"],
+            str(tuple(r["shape"])),
+            r["mask"],
+        ]
+        + [f"{r['ms'][name]:.1f}" for name in ("onchip", "sdpa")]
+        + [f"{r[name]:.2f}" for name in ("sdpa/onchip", "process sdpa/onchip")]
+        for r in run["results"]
+        if "ms" in r
+    ]
+    speeds = ", ".join(f"{r['gb_per_s']:.1f}" for r in run["results"] if "gb_per_s" in r)
+    text = "\n" + rows(header, body)
+    if speeds:
+        text += f"\nDecoding read K and V at {speeds} GB/s, in this order"
+        text += f"; torch sums a tensor at {run['read_gb_per_s']:.1f} GB/s.\n"
+    us = run["results"][-1]["us"]
+    return (
+        text
+        + f"\nA call that computes next to nothing takes {us['onchip']:.0f} us, SDPA's {us['sdpa']:.0f}.\n"
+    )
+
+
 def main() -> None:
     text = "# Benchmarks\n\nMade by `benchmarks/table.py` from the runs in `results/`. Compare within one table only.\n"
     for title, name, table in (
         ("Hopper backend", "h200-hopper", hopper),
         ("Triton backend", "h200-triton", gpu),
         ("Triton backend, shorter sequences (an earlier commit)", "h200-triton-short", triton),
-        ("CPU backend: the tiled loop of torch operations", "cpu-tiled", cpu),
+        ("CPU: native kernels", "cpu-native", native),
+        ("CPU: the tiled loop of torch operations", "cpu-tiled", cpu),
     ):
-        run = json.loads((HERE / "results" / f"{name}.json").read_text())
+        file = HERE / "results" / f"{name}.json"
+        if not file.exists():  # not measured yet
+            continue
+        run = json.loads(file.read_text())
         text += f"\n## {title}\n\n{about(run)}{table(run)}"
     (HERE / "README.md").write_text(text)
 

@@ -13,6 +13,7 @@ from onchip.problem import Problem
 BACKENDS = {
     "hopper": "onchip.backends.hopper",
     "triton": "onchip.backends.triton",
+    "native": "onchip.backends.cpu.native",
     "cpu": "onchip.backends.cpu",
     "reference": "onchip.backends.reference",
 }

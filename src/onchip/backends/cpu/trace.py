@@ -25,6 +25,8 @@ _current: ContextVar[Trace | None] = ContextVar("onchip_cpu_trace", default=None
 def trace() -> Iterator[Trace]:
     """Count the tile loads and stores of every CPU call inside the block, backward passes too.
 
+    Native kernels do not count, so they refuse every call that is stated inside it.
+
     >>> with onchip.backends.cpu.trace() as t:
     ...     onchip.attention(q, k, v)
     >>> t.loads["k"]
@@ -35,6 +37,11 @@ def trace() -> Iterator[Trace]:
         yield counts
     finally:
         _current.reset(token)
+
+
+def tracing() -> bool:
+    """Whether a `trace` block is open."""
+    return _current.get() is not None
 
 
 def load(name: str, tile: Tensor, heads: int) -> None:

@@ -1,0 +1,255 @@
+"""What a call of the native kernels is told: `kernels/call.h` in Python, each field of 8 bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip import dropout, schedule
+from onchip.layout import Cache, Varlen
+from onchip.mask import Blocks, Dense, Mask, Region
+from onchip.problem import Operands, Problem
+from onchip.rules import Band
+from onchip.score import Score
+
+_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+_UNBOUNDED = -(2**63)
+# Pairs of one look at what a mask says: about 32 MiB of int64 temporaries.
+_LOOK = 1 << 22
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _fields() -> list[tuple[str, Any]]:
+    strided = [
+        (name + part, _INT if part else _POINTER)
+        for name in _TENSORS
+        for part in ("", "_batch", "_row", "_head")
+    ]
+    names = """
+        *lse *rest *delta row_batch row_head *dlse dlse_batch dlse_head dlse_row
+        dtype batch heads_q heads_k dim dim_v seqlen_q seqlen_k
+        n_members *members *q_start *q_len *k_start *k_len *k_index *pages pages_row page_size q_from q_to k_from k_to
+        left right top_left top_right *lo *hi interval_batch *seen seen_batch seen_head seen_q seen_k
+        *blocks blocks_batch blocks_head blocks_row block_m block_n
+        .scale .softcap *alibi alibi_batch alibi_head *bias bias_dtype bias_batch bias_head bias_q bias_k *sink
+        drops threshold seed .keep_scale
+        *dbias *dalibi dbias_kind dbias_chunk dbias_batch dbias_head dbias_k join_batch join_heads
+        splits chunks *dq_parts last threads
+    """
+    kinds = {"*": _POINTER, ".": _DOUBLE}
+    return strided + [(name.lstrip("*."), kinds.get(name[0], _INT)) for name in names.split()]
+
+
+class Call(ctypes.Structure):
+    _fields_ = _fields()
+
+
+def place(call: Call, name: str, tensor: Tensor) -> None:
+    """State a tensor (batch, seqlen, heads, dim), or (total, heads, dim) of packed sequences."""
+    size = tensor.element_size()
+    *batch, row, head, _ = tensor.stride()
+    setattr(call, name, tensor.data_ptr())
+    setattr(call, name + "_batch", batch[0] * size if batch else 0)
+    setattr(call, name + "_row", row * size)
+    setattr(call, name + "_head", head * size)
+
+
+def state(problem: Problem, operands: Operands, keep: list) -> Call:
+    """Everything but the results. `keep` receives the tensors that must outlive the call."""
+    q, k, v = (unit(x, keep) for x in (operands.q, operands.k, operands.v))
+    call = Call(
+        dtype=_DTYPES[problem.dtype],
+        batch=problem.batch,
+        heads_q=problem.heads_q,
+        heads_k=problem.heads_k,
+        dim=problem.dim,
+        dim_v=problem.dim_v,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        n_members=problem.batch,
+        q_to=problem.seqlen_q,
+        k_to=problem.seqlen_k,
+        scale=problem.scale,
+        splits=problem.num_splits,
+        threads=torch.get_num_threads(),
+    )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        place(call, name, tensor)
+    _state_layout(call, operands.layout, keep)
+    _state_band(call, operands.mask.band)
+    if problem.score_parts:
+        _state_score(call, problem, operands.score, keep)
+    if problem.dropout:
+        call.drops, call.threshold = 1, dropout.threshold(problem.dropout)
+        call.seed = operands.seed - (1 << 64) * (operands.seed >= 1 << 63)
+        call.keep_scale = 1.0 / (1.0 - problem.dropout) if problem.dropout < 1 else 0.0
+    return call
+
+
+def unit(tensor: Tensor, keep: list) -> Tensor:
+    """The tensor, or a copy of it where its last dim is not contiguous."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()
+    keep.append(tensor)
+    return tensor
+
+
+def _pointer(tensor: Tensor | None, dtype: torch.dtype, keep: list) -> int | None:
+    if tensor is None:
+        return None
+    tensor = tensor.to(dtype).contiguous()
+    keep.append(tensor)
+    return tensor.data_ptr()
+
+
+def _state_layout(call: Call, layout: Any, keep: list) -> None:
+    if isinstance(layout, Varlen):
+        for side, cu, used in (
+            ("q", layout.cu_seqlens_q, layout.used_q),
+            ("k", layout.cu_seqlens_k, layout.used_k),
+        ):
+            setattr(call, side + "_start", _pointer(cu, torch.int64, keep))
+            setattr(call, side + "_len", _pointer(cu.diff() if used is None else used, torch.int64, keep))
+    elif isinstance(layout, Cache):
+        call.k_start = _pointer(layout.leftpad, torch.int64, keep)
+        call.k_len = _pointer(layout.lengths, torch.int64, keep)
+        call.k_index = _pointer(layout.index, torch.int64, keep)
+        if layout.page_table is not None:
+            call.pages = _pointer(layout.page_table, torch.int32, keep)
+            call.pages_row, call.page_size = layout.page_table.shape[1], layout.page_size
+
+
+def _state_band(call: Call, band: Band | None) -> None:
+    for name, bound in zip(Band._fields, band or Band(), strict=True):
+        setattr(call, name, _UNBOUNDED if bound is None else bound)
+
+
+def _state_score(call: Call, problem: Problem, score: Score, keep: list) -> None:
+    call.softcap = score.softcap or 0.0
+    if score.alibi is not None:
+        call.alibi = _pointer(score.alibi, torch.float32, keep)
+        call.alibi_head, call.alibi_batch = 1, problem.heads_q * (score.alibi.dim() - 1)
+    call.sink = _pointer(score.sink, torch.float32, keep)
+    if score.bias is not None:
+        bias = score.bias if score.bias.dtype in _DTYPES else score.bias.float()
+        keep.append(bias)
+        call.bias, call.bias_dtype = bias.data_ptr(), _DTYPES[bias.dtype]
+        bias = bias.view((1,) * (4 - bias.dim()) + bias.shape)
+        for axis, name in enumerate(("bias_batch", "bias_head", "bias_q", "bias_k")):
+            setattr(call, name, bias.stride(axis) * bias.element_size() if bias.shape[axis] > 1 else 0)
+
+
+def elements(mask: Mask) -> tuple:
+    """The parts of a mask that the kernels do not compute themselves, and are shown pair by pair."""
+    return (*mask.elements, *mask.blocks[1:], *mask.unions)
+
+
+def state_mask(call: Call, problem: Problem, operands: Operands, keep: list) -> None:
+    """Intervals and blocks of a mask; and a dense mask where it stands alone, read in place."""
+    mask = operands.mask
+    if mask.rows:
+        lo, hi = schedule.keep(
+            problem, operands.layout, mask, ("intervals",), lambda: _intervals(problem, operands)
+        )
+        keep += (lo, hi)
+        call.lo, call.hi = lo.data_ptr(), hi.data_ptr()
+        call.interval_batch = lo.stride(0) if lo.shape[0] > 1 else 0
+    if mask.blocks:
+        _state_blocks(call, mask.blocks[0], keep)
+    parts = elements(mask)
+    if len(parts) == 1 and isinstance(parts[0], Dense):
+        show(call, parts[0].visible)
+        keep.append(parts[0].visible)
+
+
+def shown_in_place(mask: Mask) -> bool:
+    """Whether no tile bits need computing."""
+    parts = elements(mask)
+    return not parts or (len(parts) == 1 and isinstance(parts[0], Dense))
+
+
+def show(call: Call, visible: Tensor) -> None:
+    """Bool, broadcastable to (members, heads_q, queries from q_from, keys from k_from); its bytes are 0 or 1."""
+    call.seen = visible.data_ptr()
+    for axis, name in enumerate(("seen_batch", "seen_head", "seen_q", "seen_k")):
+        setattr(call, name, visible.stride(axis) if visible.shape[axis] > 1 else 0)
+
+
+def _state_blocks(call: Call, blocks: Blocks, keep: list) -> None:
+    visible = blocks.visible.contiguous()
+    keep.append(visible)
+    call.blocks = visible.data_ptr()
+    call.block_m, call.block_n = blocks.tile_m, blocks.tile_n
+    call.blocks_batch = visible.stride(0) if visible.shape[0] > 1 else 0
+    call.blocks_head = visible.stride(1) if visible.shape[1] > 1 else 0
+    call.blocks_row = visible.stride(2)
+
+
+def by_lengths(problem: Problem, operands: Operands) -> dict[tuple[int, int], list[int]]:
+    """Sequences of equal lengths."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    layout = operands.layout
+    for b, lengths in enumerate(zip(layout.q_lens, layout.k_lens, strict=True)):
+        groups.setdefault(lengths, []).append(b)
+    return groups
+
+
+def _intervals(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Keys [lo, hi) that the Rows parts leave each query: int32 (batch | 1, seqlen_q)."""
+    mask, groups = operands.mask, by_lengths(problem, operands)
+    shared = len(groups) == 1 and not any(rows.dependence(problem)[0] for rows in mask.rows)
+    lo = torch.zeros(1 if shared else problem.batch, problem.seqlen_q, dtype=torch.int32)
+    hi = torch.zeros_like(lo)
+    for (q_len, k_len), members in groups.items():
+        batch = torch.tensor(members[:1] if shared else members)
+        region = Region(batch, 0, 1, 0, q_len, 0, k_len, q_len, k_len)
+        first, last = torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1, 1), k_len)
+        for rows in mask.rows:
+            low, high = rows.bounds(region)
+            first = first if low is None else torch.maximum(first, torch.as_tensor(low))
+            last = last if high is None else torch.minimum(last, torch.as_tensor(high))
+        size = (len(batch), 1, q_len, 1)
+        for total, bound in ((lo, first), (hi, last)):
+            total[0 if shared else batch, :q_len] = bound.clamp(0, k_len).expand(size)[:, 0, :, 0].int()
+    return lo, hi
+
+
+def pieces(problem: Problem, operands: Operands, rows: bool) -> Iterator[tuple[list[int], Region]]:
+    """Stretches of queries (rows) or keys, each with its sequences and the region whose tile bits serve them all."""
+    by_batch, by_head = mask_dependence(problem, operands.mask)
+    heads = problem.heads_q if by_head else 1
+    for (q_len, k_len), members in by_lengths(problem, operands).items():
+        along, across = (q_len, k_len) if rows else (k_len, q_len)
+        at_once = max(_LOOK // max(64 * across * heads, 1), 1) if by_batch else len(members)
+        for first in range(0, len(members), at_once):
+            own = members[first : first + at_once]
+            asked = torch.tensor(own if by_batch else own[:1])
+            step = max(_LOOK // max(across * heads * len(asked), 1) // 64 * 64, 64)
+            for start in range(0, max(along, 1), step):
+                stop = min(start + step, along)
+                ends = (start, stop, 0, k_len) if rows else (0, q_len, start, stop)
+                yield own, Region(asked, 0, heads, *ends, q_len, k_len)
+
+
+def mask_dependence(problem: Problem, mask: Mask) -> tuple[bool, bool]:
+    """Whether what is shown pair by pair differs between sequences, and between heads."""
+    found = [part.dependence(problem) for part in elements(mask)]
+    return any(b for b, _ in found), any(h for _, h in found)
+
+
+def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep: list) -> None:
+    """State a piece: its sequences, its part of them, and what the mask says of its pairs."""
+    numbers = torch.tensor(members)
+    keep.append(numbers)
+    call.members, call.n_members = numbers.data_ptr(), len(members)
+    call.q_from, call.q_to, call.k_from, call.k_to = region.q0, region.q1, region.k0, region.k1
+    if region.q0 < region.q1 and region.k0 < region.k1:
+        visible = reduce(torch.logical_and, [part.allow(region) for part in elements(mask)])
+        keep.append(visible)
+        show(call, visible)

@@ -1,0 +1,104 @@
+// What the Python side states of a call: `arguments.py` mirrors it field by field, each of 8 bytes.
+#pragma once
+
+#include "vec.h"
+
+struct Strided {  // strides in bytes; the last dim is contiguous
+  char* data;
+  int64_t batch, row, head;
+};
+
+constexpr int64_t UNBOUNDED = INT64_MIN;  // a side of a band
+
+struct Call {
+  Strided q, k, v, out, dout, dq, dk, dv;
+  // Row statistics (batch, heads_q, seqlen_q), or packed (heads_q, total): strides in floats, rows contiguous.
+  float *lse, *rest, *delta;
+  int64_t row_batch, row_head;
+  const float* dlse;
+  int64_t dlse_batch, dlse_head, dlse_row;
+
+  int64_t dtype, batch, heads_q, heads_k, dim, dim_v, seqlen_q, seqlen_k;
+  // Sequences, each list null where the default holds: members (all), starts (0), lengths (seqlen), k_index (its number).
+  int64_t n_members;
+  const int64_t *members, *q_start, *q_len, *k_start, *k_len, *k_index;
+  const int32_t* pages;  // (batch, pages_row): k and v are pages of page_size rows
+  int64_t pages_row, page_size;
+  int64_t q_from, q_to, k_from, k_to;  // the part of every sequence that this call computes
+
+  // Mask: all that are present must allow a pair.
+  int64_t left, right, top_left, top_right;  // band, as rules.Band
+  const int32_t *lo, *hi;                    // keys [lo, hi) of each query (batch | 1, seqlen_q)
+  int64_t interval_batch;
+  const uint8_t* seen;  // bytes 0 or 1 of pairs from (q_from, k_from) on, by position in members; strides 0 = shared
+  int64_t seen_batch, seen_head, seen_q, seen_k;
+  const uint8_t* blocks;  // a byte a block of block_m x block_n pairs
+  int64_t blocks_batch, blocks_head, blocks_row, block_m, block_n;
+
+  // Score.
+  double scale, softcap;  // softcap 0: none
+  const float* alibi;
+  int64_t alibi_batch, alibi_head;
+  const char* bias;  // strides in bytes
+  int64_t bias_dtype, bias_batch, bias_head, bias_q, bias_k;
+  const float* sink;
+  int64_t drops, threshold, seed;  // drops: whether there is dropout; a word below threshold (up to 2^32) drops its pair
+  double keep_scale;
+
+  // Gradients of the score. dbias_kind: NO_BIAS, or what of (q, k) it keeps; strides in floats, q contiguous.
+  float *dbias, *dalibi;  // dalibi (chunks, batch, heads_q)
+  int64_t dbias_kind, dbias_chunk, dbias_batch, dbias_head, dbias_k;
+  int64_t join_batch, join_heads;  // whether one worker takes all sequences, or all heads, in turn: they share a dbias
+
+  int64_t splits, chunks;  // of the keys: forward, backward; results depend on them, never on threads
+  float* dq_parts;         // (chunks, ...) sums of dq where there are several chunks or calls, else null
+  int64_t last;            // whether this call is the last to add to dq_parts
+  int64_t threads;
+};
+
+enum BiasKind { NO_BIAS = 0, BIAS_QK = 1, BIAS_Q = 2, BIAS_K = 3 };
+
+INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT ? 4 : 2; }
+
+struct Sequence {
+  int64_t position, number, q_start, q_len, k_start, k_len, q_batch, k_batch;
+};
+
+INLINE Sequence sequence(const Call& c, int64_t position) {
+  Sequence s;
+  s.position = position;
+  s.number = c.members ? c.members[position] : position;
+  s.q_start = c.q_start ? c.q_start[s.number] : 0;
+  s.q_len = c.q_len ? c.q_len[s.number] : c.seqlen_q;
+  s.k_start = c.k_start ? c.k_start[s.number] : 0;
+  s.k_len = c.k_len ? c.k_len[s.number] : c.seqlen_k;
+  s.q_batch = s.number;  // its stride is 0 where sequences are packed
+  s.k_batch = c.k_index ? c.k_index[s.number] : s.number;
+  return s;
+}
+
+// Where row `row` of a sequence and head lies.
+INLINE char* at(const Strided& t, int64_t batch, int64_t row, int64_t head) {
+  return t.data + batch * t.batch + row * t.row + head * t.head;
+}
+
+template <class N>
+INLINE N least(N a, N b) { return a < b ? a : b; }
+template <class N>
+INLINE N most(N a, N b) { return a > b ? a : b; }
+INLINE int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return parts(n, to) * to; }
+
+#include <cstdlib>
+
+// Memory of one thread; plain so that no template of the standard library is compiled for one instruction set and
+// picked by the linker for another.
+struct Buffer {
+  void* data = nullptr;
+  explicit Buffer(int64_t bytes) { if (bytes > 0) data = std::aligned_alloc(64, round_up(bytes + 64, 64)); }
+  ~Buffer() { std::free(data); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  float* floats() const { return (float*)data; }
+  char* bytes() const { return (char*)data; }
+};

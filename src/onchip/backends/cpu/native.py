@@ -1,0 +1,228 @@
+"""Native CPU kernels: tiles of 64 queries by 256 keys, one query a vector lane; the tiled loop serves what they refuse.
+
+Results depend on the problem alone, never on the number of threads. Tensors are read where they lie; one whose last dim
+is not contiguous is copied once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.backends.cpu import arguments, library
+from onchip.backends.cpu.gradients import ScoreGrads
+from onchip.backends.cpu.trace import tracing
+from onchip.layout import Dense, Varlen
+from onchip.mask import Mask
+from onchip.problem import Grads, Operands, Output, Problem, Saved
+from onchip.rules import Band
+from onchip.schedule import Tiles
+from onchip.score import Score
+
+_ROWS, _KEYS = 64, 256  # of a tile: ROWS and KEYS of kernels/
+_WIDEST = 512
+_BANDS = ((), ("band",))  # masks that the kernels compute from lengths alone
+
+
+def refuse(problem: Problem) -> str | None:
+    if problem.device != "cpu":
+        return f"the tensors are on {problem.device}; it runs on cpu"
+    if library.load().isa is None:
+        return library.load().reason
+    if problem.dtype is torch.float64:
+        return "it has no kernels for float64"
+    if max(problem.dim, problem.dim_v) > _WIDEST:
+        return f"dim {max(problem.dim, problem.dim_v)} is above {_WIDEST}"
+    if "mod" in problem.score_parts:
+        return "a score mod is a Python function, which the tiled loop runs"
+    if tracing():
+        return "tile loads are being counted, which the tiled loop does"
+    return None
+
+
+def copies(tensor: Tensor) -> bool:
+    """Whether a tensor is copied whole before it is read: its last dim is not contiguous."""
+    return tensor.stride(-1) != 1 and tensor.shape[-1] > 1
+
+
+def yields(problem: Problem) -> str | None:
+    """Why the tiled loop is still chosen."""
+    return "it runs by name until its speed is on record for more than one processor"
+
+
+def tiles(problem: Problem) -> Tiles:
+    return Tiles(_ROWS, _KEYS)
+
+
+def extra_memory(problem: Problem, tiles: Tiles) -> int:
+    """Packed keys, each thread's tiles and rows of a head, sums of dq by chunk, and tile bits of a mask."""
+    both, threads = _whole(problem.dim) + _whole(problem.dim_v), torch.get_num_threads()
+    rows, keys = _whole(problem.seqlen_q, _ROWS), _whole(problem.seqlen_k, 32)
+    heads = problem.batch * problem.heads_k
+    forward = 4 * heads * keys * both
+    chunks = max(min(-(-16 // max(heads, 1)), problem.seqlen_k // 512), 1)
+    chunk = keys // chunks if problem.group > 1 else _KEYS
+    of_thread = 2 * rows * both + rows * problem.dim + chunk * both + 4 * _KEYS * (_ROWS + both)
+    sums = chunks * problem.batch * problem.heads_q * rows * problem.dim if chunks > 1 else 0
+    shown = 64 * 2**20 if {"elements", "unions"} & set(problem.mask_parts) else 0
+    return max(forward, 4 * (min(threads, max(heads * chunks, 1)) * of_thread + sums)) + shown
+
+
+def _whole(n: int, unit: int = 16) -> int:
+    return -(-n // unit) * unit
+
+
+def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
+    run = library.load().forward
+    if (
+        problem.layout == "dense"
+        and not problem.score_parts
+        and not problem.dropout
+        and problem.mask_parts in _BANDS
+    ):
+        return _forward_plain(problem, operands, run)
+    keep: list = []
+    call = arguments.state(problem, operands, keep)
+    out, lse, rest = _results(problem, operands)
+    arguments.place(call, "out", out)
+    _place_rows(call, lse)
+    call.lse, call.rest = lse.data_ptr(), rest.data_ptr()
+    arguments.state_mask(call, problem, operands, keep)
+    if arguments.shown_in_place(operands.mask):
+        run(ctypes.byref(call))
+        return Output(out, lse, rest)
+    for members, region in arguments.pieces(problem, operands, rows=True):
+        kept: list = []
+        arguments.show_region(call, operands.mask, members, region, kept)
+        run(ctypes.byref(call))
+    return Output(out, lse, rest)
+
+
+def _forward_plain(problem: Problem, operands: Operands, run: Any) -> Output:
+    """The common case in few steps: all but the addresses is kept from the last call of its kind."""
+    q, k, v = operands.q, operands.k, operands.v
+    strides = q.stride(), k.stride(), v.stride()
+    if not strides[0][3] == strides[1][3] == strides[2][3] == 1:
+        keep: list = []
+        q, k, v = (arguments.unit(x, keep) for x in (q, k, v))
+        strides = q.stride(), k.stride(), v.stride()
+    call = arguments.Call.from_buffer_copy(_plain(problem, strides, operands.mask.band))
+    batch, seqlen_q, heads = problem.batch, problem.seqlen_q, problem.heads_q
+    out = q.new_empty((batch, seqlen_q, heads, problem.dim_v))
+    lse, rest = torch.empty((2, batch, heads, seqlen_q)).unbind()
+    call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    call.lse, call.rest, call.threads = lse.data_ptr(), rest.data_ptr(), torch.get_num_threads()
+    run(ctypes.byref(call))
+    return Output(out, lse, rest)
+
+
+@lru_cache(maxsize=256)
+def _plain(problem: Problem, strides: tuple[tuple[int, ...], ...], band: Band | None) -> bytes:
+    """The call of a dense problem under a band, or no mask, without addresses."""
+    q, k, v = (
+        torch.empty(0, dtype=problem.dtype).as_strided((0, *shape), stride)
+        for shape, stride in zip(_shapes(problem), strides, strict=True)
+    )
+    operands = Operands(
+        q, k, v, Dense(problem.batch, problem.seqlen_q, problem.seqlen_k), Mask(band), Score()
+    )
+    call = arguments.state(problem, operands, [])
+    size = problem.dtype.itemsize
+    call.out_head = problem.dim_v * size
+    call.out_row = problem.heads_q * call.out_head
+    call.out_batch = problem.seqlen_q * call.out_row
+    call.row_head, call.row_batch = problem.seqlen_q, problem.seqlen_q * problem.heads_q
+    return bytes(call)
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """(seqlen, heads, dim) of q, k and v."""
+    q, k = (problem.seqlen_q, problem.heads_q), (problem.seqlen_k, problem.heads_k)
+    return (*q, problem.dim), (*k, problem.dim), (*k, problem.dim_v)
+
+
+def _results(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for out, lse and rest; rows that no sequence uses hold 0, -inf and 0."""
+    q = operands.q
+    if problem.layout != "varlen":
+        shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+    else:
+        shape = (problem.heads_q, q.shape[0])
+    out, lse = q.new_empty(*q.shape[:-1], problem.dim_v), q.new_empty(shape, dtype=torch.float32)
+    rest = torch.empty_like(lse)
+    if isinstance(operands.layout, Varlen) and operands.layout.used_q is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        rest.zero_()
+    return out, lse, rest
+
+
+def _place_rows(call: Any, lse: Tensor) -> None:
+    call.row_head = lse.stride(-2)
+    call.row_batch = lse.stride(0) if lse.dim() == 3 else 0
+
+
+def backward(
+    problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
+) -> Grads:
+    keep: list = [saved.lse, saved.rest, dlse]
+    call = arguments.state(problem, operands, keep)
+    assert saved.rest is not None
+    _place_rows(call, saved.lse)
+    call.lse, call.rest = saved.lse.data_ptr(), saved.rest.data_ptr()
+    for name, tensor in (("out", saved.out), ("dout", dout)):
+        arguments.place(call, name, arguments.unit(tensor, keep))
+    if dlse is not None:
+        call.dlse, call.dlse_row, call.dlse_head = dlse.data_ptr(), dlse.stride(-1), dlse.stride(-2)
+        call.dlse_batch = dlse.stride(0) if dlse.dim() == 3 else 0
+    grads = {name: _room(problem, operands, name) for name in "qkv" if name in saved.needs}
+    for name, grad in grads.items():
+        arguments.place(call, "d" + name, grad)
+    arguments.state_mask(call, problem, operands, keep)
+    scores = ScoreGrads(problem, operands.score, saved, keep)
+    scores.start(call)
+    _run_backward(call, problem, operands)
+    return Grads(**grads, **scores.finish())
+
+
+def _room(problem: Problem, operands: Operands, name: str) -> Tensor:
+    like = getattr(operands, name)
+    layout = operands.layout
+    partly = isinstance(layout, Varlen) and (layout.used_q if name == "q" else layout.used_k) is not None
+    return (torch.zeros if partly else torch.empty)(like.shape, dtype=like.dtype)
+
+
+def _run_backward(call: arguments.Call, problem: Problem, operands: Operands) -> None:
+    run = library.load().backward
+    if arguments.shown_in_place(operands.mask):
+        run(ctypes.byref(call))
+        return
+    call.chunks, _ = sizes(call)  # as many for every stretch of keys
+    before, parts = None, torch.empty(0)
+    for members, region, last in with_last(arguments.pieces(problem, operands, rows=False)):
+        kept: list = []
+        arguments.show_region(call, operands.mask, members, region, kept)
+        if members != before:  # a new group of sequences: dq is summed over its stretches of keys
+            parts = torch.zeros(sizes(call)[1])
+            before = members
+        call.dq_parts, call.last = parts.data_ptr(), last
+        run(ctypes.byref(call))
+
+
+def with_last(pieces: Iterable) -> Iterator:
+    """Each piece, and whether it is the last of its sequences."""
+    found = list(pieces)
+    for (members, region), (following, _) in zip(found, [*found[1:], (None, None)], strict=True):
+        yield members, region, members != following
+
+
+def sizes(call: arguments.Call) -> tuple[int, int]:
+    """Chunks of the keys, and floats of dq_parts."""
+    found = (ctypes.c_int64 * 2)()
+    library.load().backward_sizes(ctypes.byref(call), found)
+    return found[0], found[1]
