@@ -72,6 +72,11 @@ def test_random_blocks(density):
         ("blocks(2.0)", "density.*2.0"),
         ("documents(0)", "documents.*0"),
         ("documents(99)", "documents.*99"),
+        ("blocks(0.5, 0)", "tile.*0"),
+        ("blocks(0.5, -3)", "tile.*-3"),
+        ("blocks(0.5, 2.5)", "tile.*2.5"),
+        ("butterfly(0)", "tile.*0"),
+        ("local_global(0)", "tile.*0"),
     ],
 )
 def test_wrong_masks(text, match):
@@ -85,7 +90,14 @@ def test_wrong_cases():
         ({"heads_k": 1.5}, "heads_k.*1.5"),
         ({"dtype": "int8"}, "dtype.*int8"),
         ({"what": "sideways"}, "what.*sideways"),
-        ({"lengths": (3, 0)}, r"lengths\[1\].*0"),
+        ({"lengths": (3, -1)}, r"lengths.*3, -1"),
+        ({"lengths": (0, 0)}, "lengths.*0, 0"),
+        ({"lengths": 5}, "lengths.*5"),
+        ({"lengths": (3, 4), "lengths_k": (5,)}, "lengths_k.*1.*2"),
+        ({"softcap": -1.0}, "softcap.*-1"),
+        ({"dropout": 2}, "dropout.*2"),
+        ({"dropout": "x"}, "dropout.*x"),
+        ({"mask": 5}, "mask.*5"),
         ({"cache": True, "what": "both"}, "cache"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -143,6 +155,7 @@ def test_cases_of_files(tmp_path):
         ("a.json", '[{"seqlen": 3}]', "case 0 has seqlen, expected of .*seqlen_q"),
         ("a.json", '[{}, {"mask": "x"}]', "case 1: mask"),
         ("a.yaml", "a: [", "a.yaml"),
+        ("a.yaml", "a: {seqlen_q: 8}\nb: 3", "list of cases, or names"),
     ],
 )
 def test_wrong_files(tmp_path, name, text, match):

@@ -47,6 +47,28 @@ def test_plan_as_json(capsys):
     assert found["floor"]["forward"]["bound"] in ("compute", "memory")
 
 
+def test_plan_of_packed_sequences(capsys):
+    assert not call("plan", "--lengths", "300,0,17", "-m", "causal", "--device", "H200", "--dtype", "bf16")
+    text = capsys.readouterr().out
+    assert (
+        "3 packed, longest 300 x 300" in text and f"{8 * (300 * 301 + 17 * 18) // 2:,} visible pairs" in text
+    )
+
+
+def test_plan_of_a_gpu_that_is_not_named(capsys):
+    """Without one here there are no times, and none of another device in their place."""
+    assert not call("plan", "-n", "64", "--device", "cuda")
+    text = capsys.readouterr().out
+    assert (
+        "on cuda" in text
+        and "no GPU here; name one of A100" in text
+        and "on cpu" not in text.split("floor")[1]
+    )
+    assert not call("plan", "-n", "64", "--device", "cuda", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] is None and found["floor"] == {} and found["backend"] == "triton"
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -58,6 +80,12 @@ def test_plan_as_json(capsys):
         (("plan", "--backend", "triton", "--device", "cpu"), "triton.*cpu"),
         (("plan", "-m", "padding(9999)"), "padding"),
         (("plan", "-n", "0"), "seqlen"),
+        (("plan", "--softcap", "0"), "softcap"),
+        (("plan", "-m", "blocks(0.5, 0)"), "tile.*0"),
+        (("plan", "--lengths", "3,x"), "lengths.*3,x"),
+        (("plan", "--device", "A100", "--backend", "hopper", "--dtype", "bf16"), "A100.*no Hopper"),
+        (("plan", "--device", "H100", "--backend", "hopper"), "hopper.*float32"),
+        (("verify", "--lengths", "0"), "lengths"),
         (("plan", "--wrong"), "--wrong"),
         (("plan", "-n", "many"), "seqlen"),
         (("bench", "papers"), "papers"),
@@ -107,6 +135,14 @@ def test_bench_of_a_file(capsys, tmp_path):
     path.write_text(json.dumps([{"name": "mine", "seqlen_q": 16, "heads_q": 1, "dim": 8}]))
     assert not call("bench", "--cases", str(path), "--impl", "onchip", "--repeats", "1")
     assert "mine" in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_cuts_no_figure(capsys, monkeypatch):
+    for name, value in (("COLUMNS", "50"), ("FORCE_COLOR", "1"), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    assert not call("bench", "-n", "32", "-H", "1", "--repeats", "1", "--impl", "onchip")
+    text = capsys.readouterr().out
+    assert "implementation" in text and "of the floor" in text and "…" not in text.split("implementation")[1]
 
 
 def test_a_wrong_result_ends_in_failure(capsys, monkeypatch):

@@ -284,3 +284,76 @@ def test_json():
         "seconds": plan.floor("backward").seconds,
         "bound": plan.floor("backward").bound,
     }
+
+
+def test_packed_sequences():
+    """As many pairs as one plan a sequence has, and the tiles of all of them."""
+    cu_q, cu_k = torch.tensor([0, 70, 70, 200]), torch.tensor([0, 90, 100, 210])
+    shapes = (200, 4, 8), (210, 2, 8), (210, 2, 24)
+    plan = onchip.plan(*shapes, mask=onchip.causal(), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    alone = [
+        onchip.plan((1, m, 4, 8), (1, n, 2, 8), (1, n, 2, 24), mask=onchip.causal())
+        for m, n in ((70, 90), (0, 10), (130, 110))
+    ]
+    assert plan.problem.layout == "varlen" and plan.pairs == sum(one.pairs for one in alone)
+    assert set(plan.passes()) == {"forward", "backward"} and "3 packed, longest 130 x 110" in str(plan)
+    with pytest.raises(TypeError, match="cu_seqlens_k"):
+        onchip.plan(*shapes, cu_seqlens_q=cu_q)
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        onchip.plan(*shapes, cu_seqlens_q=cu_q + 1, cu_seqlens_k=cu_k)
+
+
+def test_a_named_gpu_has_its_own_backend_and_tiles():
+    """Hopper's kernel runs on an H100 and an H200; Triton's tiles go by the device's capability."""
+    shape = (4, 4096, 16, 128)
+    plans = {
+        name: onchip.plan(shape, shape, shape, dtype=torch.bfloat16, device=name)
+        for name in ("A100", "H100", "H200", "B200", "MI300X")
+    }
+    assert [plan.backend for plan in plans.values()] == ["triton", "hopper", "hopper", "triton", "triton"]
+    assert (
+        "A100 is no Hopper GPU" in plans["A100"].refusals["hopper"] and "hopper" not in plans["H200"].refusals
+    )
+    small = (1, 64, 1, 128)
+    assert (
+        "host time"
+        in onchip.plan(small, small, small, dtype=torch.bfloat16, device="H200").refusals["hopper"]
+    )
+    from onchip.backends.triton import table
+
+    for name in ("A100", "H100"):
+        plan = onchip.plan(shape, shape, shape, dtype=torch.bfloat16, device=name, backend="triton")
+        facts = table.Facts(8 if name == "A100" else 9, 1, "")
+        sizes = {step: table.config(plan.problem, step, facts)[:2] for step in ("forward", "dkdv", "dq")}
+        passes = plan.passes()
+        assert plan.tiles == passes["forward"].tiles["attend"] == Tiles(*sizes["forward"])
+        assert all(passes["backward"].tiles[step] == Tiles(*sizes[step]) for step in ("dkdv", "dq"))
+
+
+def test_a_large_picture_is_that_of_its_tiles(monkeypatch):
+    """Past one tile a cell it is made of whole tiles: the same where cells are, and no element is looked at anew."""
+    from onchip import steps
+
+    shape = (1, 8192, 2, 8)
+    plan = onchip.plan(shape, shape, shape, mask=onchip.documents(cu_seqlens=torch.tensor([0, 3000, 8192])))
+    rows, columns = 8192 // plan.tiles.tile_m // 2, 8192 // plan.tiles.tile_n // 2
+    cells = Tiles(2 * plan.tiles.tile_m, 2 * plan.tiles.tile_n)
+    one = dataclasses.replace(plan.problem, heads_q=1, heads_k=1)
+    slow = steps.kinds(one, plan.layout, plan.mask, cells)
+    monkeypatch.setattr(steps, "kinds", lambda *a: pytest.fail("looked at every element"))
+    assert plan.picture(rows, columns) == ["".join("·▒█"[kind] for kind in row) for row in slow]
+    assert {len(row) for row in plan.picture(5, 7)} <= {6, 7} and len(plan.picture(5, 7)) <= 5
+
+
+def test_the_cpu_s_loop_is_named():
+    shape = (1, 8, 1, 8)
+    assert "backend    cpu (the tiled loop" in str(onchip.plan(shape, shape, shape, backend="cpu"))
+
+
+def test_figures_have_a_fit_unit():
+    from onchip.plan import operations, size
+
+    assert [size(n) for n in (0, 1536, 2**20, 2**34)] == ["0.0 MiB", "1.5 KiB", "1.0 MiB", "16.0 GiB"]
+    assert [operations(n) for n in (0, 2500, 2.5e6, 2.147e9, 1.7592e13)] == [
+        "0 kFLOP", "2.5 kFLOP", "2.5 MFLOP", "2.147 GFLOP", "17.59 TFLOP"
+    ]  # fmt: skip

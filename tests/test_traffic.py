@@ -288,6 +288,23 @@ def test_steps_add_up_to_the_totals(algorithm):
                         assert sum(s.store.get(tensor, 0) for s in walked) == moved.stores, tensor
 
 
+def test_the_native_kernels_order():
+    """64 queries by 256 keys: rows outside forward, keys outside backward, dQ summed in float32 and then rounded."""
+    shape = (1, 512, 2, 8)
+    plan = onchip.plan(shape, shape, shape, dtype=torch.bfloat16, device="cpu", backend="reference")
+    forward, backward = (
+        traffic.count(plan.problem, plan.layout, plan.mask, step=step, backend="native")
+        for step in orders.STEPS
+    )
+    numbers = 2 * 512 * 8
+    moved = forward.tensors
+    assert (moved["q"].loads, moved["out"].stores, moved["k"].loads) == (numbers, numbers, 8 * numbers)
+    moved = backward.tensors
+    assert (moved["k"].loads, moved["dk"].stores, moved["dv"].stores) == (numbers,) * 3
+    assert moved["dq"].loads == 2 * numbers and moved["dq"].write_bytes == (2 * 4 + 2) * numbers
+    assert backward.flops * 2 == 5 * forward.flops
+
+
 def test_steps_come_in_the_algorithm_s_order():
     problem = dense(128, dim=8)
     tiles = Tiles(64, 64)

@@ -30,7 +30,8 @@ def test_what_is_counted():
         onchip.attention_with_cache(q[:, :1], k, v, cache_seqlens=torch.tensor([70, 3]))
     assert (seen.calls, seen.tokens, seen.checks, seen.failures) == (7, 5 * 66 + 20 + 2, 4, 0)
     assert seen.backends == {"cpu": 7} and seen.seconds > 0 and 0 < seen.worst < 16 and not seen.bad
-    assert list(seen.refusals) == ["triton: the tensors are on cpu; it runs on cuda"]
+    refused = [f"{name}: the tensors are on cpu; it runs on cuda" for name in ("hopper", "triton")]
+    assert list(seen.refusals) == refused and all(reason in str(seen) for reason in refused)
     assert "7 calls (cpu 7)" in str(seen) and "4 checks, 0 failed" in str(seen)
 
 
@@ -197,9 +198,54 @@ def test_recorded_workloads(tmp_path):
     assert first == Case("call 0", **sizes, mask="window(9, 0)", softcap=2.0, what="both", calls=3)
     assert second == Case("call 1", **sizes, dropout=0.1)
     assert third.cache and (third.seqlen_q, third.k_len, third.mask) == (1, 60, "window(None, 0)")
-    assert fourth.lengths == (5, 15)
+    assert fourth.lengths == (5, 0, 15) and not fourth.lengths_k
     seen.save(tmp_path / "cases.json")
     assert load(tmp_path / "cases.json") == seen.cases
+
+
+def test_a_recording_says_what_it_left_out(tmp_path):
+    q, k, v = qkv(1, 8, 8, 2)
+    scores = {
+        "alibi": torch.rand(2), "bias": torch.rand(1, 2, 8, 8), "sink": torch.rand(2), "mod": lambda s, *at: s * 2
+    }  # fmt: skip
+    with record() as seen:
+        onchip.attention(q, k, v)
+        for name, value in scores.items():
+            onchip.attention(q, k, v, score=onchip.Score(**{name: value}))
+    assert [case.without for case in seen.cases] == [(), *((name,) for name in scores)]
+    assert all(f"without {name}" in case.label for case, name in zip(seen.cases[1:], scores, strict=True))
+    seen.save(tmp_path / "cases.json")
+    assert load(tmp_path / "cases.json") == seen.cases
+
+
+def test_recorded_lengths_of_keys():
+    packed, cache = torch.randn(20, 2, 8), torch.randn(2, 32, 2, 8)
+    cu_q, cu_k = torch.tensor([0, 5, 20]), torch.tensor([0, 12, 20])
+    with record() as seen:
+        onchip.attention_varlen(packed, packed, packed, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+        onchip.attention_with_cache(cache[:, :1], cache, cache, cache_seqlens=torch.tensor([5, 30]))
+        onchip.attention(packed[None, :0], packed[None], packed[None])  # nothing to measure
+    first, second = seen.cases
+    assert (first.lengths, first.lengths_k) == ((5, 15), (12, 8))
+    assert second.cache and (second.lengths_k, second.k_len) == ((5, 30), 30)
+
+
+def test_no_call_of_many_threads_is_lost():
+    q, k, v = qkv(1, 2, 2, 1)
+    was = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with watch(every=7) as seen, record() as recorded:
+            work = lambda: [onchip.attention(q, k, v) for _ in range(50)]  # noqa: E731
+            threads = [threading.Thread(target=work) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(was)
+    assert seen.calls == sum(seen.backends.values()) == 400 and seen.tokens == 800 and seen.checks == 58
+    assert recorded.cases[0].calls == 400
 
 
 def test_masks_that_hold_tensors_stay_in_the_process(tmp_path):

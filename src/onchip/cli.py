@@ -1,4 +1,4 @@
-"""The command line: `onchip demo | plan | bench | verify | doctor`."""
+"""The command line: `onchip demo | explain | plan | bench | verify | doctor`."""
 
 from __future__ import annotations
 
@@ -53,9 +53,37 @@ MaskText = Annotated[
         "--mask", "-m", help='As "causal & (window(255, 0) | sinks(4))", "blocks(0.25, 64)", "documents(8)".'
     ),
 ]
+Lengths = Annotated[
+    str, typer.Option(help="Packed sequences of these lengths, as 300,17,1000: in place of batch and seqlen.")
+]
 Softcap = Annotated[float | None, typer.Option(help="Of the scores.")]
 Dropout = Annotated[float, typer.Option(min=0.0, max=1.0)]
 BackendName = Annotated[str | None, typer.Option(help="By name, or the first that serves the problem.")]
+
+
+@app.command()
+def explain(
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("onchip-explain.html"),
+    seqlen: Annotated[
+        int | None, typer.Option("--seqlen", "-n", help="A length to offer besides the page's own.")
+    ] = None,
+    dim: Annotated[int | None, typer.Option("--dim", "-d", help="A dim, likewise.")] = None,
+    mask: MaskText = "",
+    cpu: Annotated[bool, typer.Option(help="List this machine's CPU among the devices.")] = True,
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+) -> None:
+    """Write one HTML file that shows how FlashAttention works, step by step, and open it (under a minute)."""
+    import webbrowser
+
+    from onchip import explain
+
+    try:
+        size = explain.write(out, seqlen=seqlen, dim=dim, mask=mask or None, cpu=cpu)
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        sys.exit(f"onchip: {_line(error)}")
+    print(f"page: {out.resolve()} ({size // 1000} kB)")
+    if show:
+        webbrowser.open(out.resolve().as_uri())
 
 
 @app.command()
@@ -69,6 +97,7 @@ def plan(
     dim_v: DimV = None,
     dtype: Dtype = "fp32",
     mask: MaskText = "",
+    lengths: Lengths = "",
     softcap: Softcap = None,
     dropout: Dropout = 0.0,
     backend: BackendName = None,
@@ -83,14 +112,14 @@ def plan(
 
     case = _case(
         Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
-        dtype=dtype, mask=mask, softcap=softcap, dropout=dropout,
+        dtype=dtype, mask=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
     )  # fmt: skip
-    q = (case.batch, case.seqlen_q, case.heads_q, case.dim)
-    k, v = ((case.batch, case.k_len, case.kv_heads, d) for d in (case.dim, case.value_dim))
-    score = None if softcap is None else package.Score(softcap=softcap)
+    q, k, v = case.shapes
     where = device or _here()
     options: dict[str, Any] = {"dtype": case.torch_dtype, "device": where, "backend": backend}
+    options |= case.packing()
     try:
+        score = None if softcap is None else package.Score(softcap=softcap)
         found = package.plan(
             q,
             k,
@@ -127,6 +156,7 @@ def bench(
     mask: Annotated[
         list[str], typer.Option("--mask", "-m", help='As for plan; may be repeated, "full" for none.')
     ] = [],  # noqa: B006 - typer copies it
+    lengths: Lengths = "",
     softcap: Softcap = None,
     dropout: Dropout = 0.0,
     step: Annotated[str, typer.Option("--pass", help="forward, backward, both or decode.")] = "forward",
@@ -154,7 +184,8 @@ def bench(
             return
         chosen = command.cases(
             cases, batch=batch, seqlens=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim,
-            dim_v=dim_v, dtype=dtype, masks=mask, softcap=softcap, dropout=dropout, what=step,
+            dim_v=dim_v, dtype=dtype, masks=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
+            what=step,
         )  # fmt: skip
         wrong = command.bench(chosen, [name for name in impl.split(",") if name], repeats, cool, out)
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
@@ -174,6 +205,7 @@ def verify(
     dim_v: DimV = None,
     dtype: Dtype = "fp32",
     mask: MaskText = "",
+    lengths: Lengths = "",
     softcap: Softcap = None,
     dropout: Dropout = 0.0,
     forward: Annotated[bool, typer.Option("--forward", help="Without the gradients.")] = False,
@@ -185,7 +217,8 @@ def verify(
 
     case = _case(
         Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
-        dtype=dtype, mask=mask, softcap=softcap, dropout=dropout, what="forward" if forward else "both",
+        dtype=dtype, mask=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
+        what="forward" if forward else "both",
     )  # fmt: skip
     try:
         wrong = command.verify(case, backend)
@@ -255,6 +288,13 @@ def _case(kind: Any, **fields: Any) -> Any:
         return kind(**fields)
     except (ValueError, TypeError) as error:
         sys.exit(f"onchip: {_line(error)}")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.split(",")) if text else ()
+    except ValueError:
+        sys.exit(f"onchip: --lengths: got {text!r}, expected numbers as 300,17,1000")
 
 
 def _here() -> str:

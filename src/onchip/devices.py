@@ -37,6 +37,7 @@ class Device:
     levels: tuple[Level, ...]
     peak: dict[str, float]
     sources: dict[str, str] = field(default_factory=dict)  # of units, unit_sram and peak
+    capability: int = 0  # major CUDA compute capability; 0 for all else
 
     def level(self, name: str) -> Level | None:
         return next((level for level in self.levels if level.name == name), None)
@@ -78,6 +79,7 @@ def _gpu(
     host: tuple[float, str],
     peak: dict[str, float],
     sources: dict[str, str],
+    capability: int = 0,
 ) -> Device:
     """Sizes in KiB, MiB and GB, bandwidths in TB/s (host: GB/s), rates in TFLOP/s."""
     tera = 1e12
@@ -88,7 +90,7 @@ def _gpu(
         Level("host", 10**12, host[0] * 1e9, f"{host[1]}; 1 TB stands for a server's memory"),
     )
     rates = {dtype: rate * tera for dtype, rate in peak.items()}
-    return Device(name, units, unit_kib * KIB, levels, rates, sources)
+    return Device(name, units, unit_kib * KIB, levels, rates, sources, capability)
 
 
 def _tensor(half: float, vector: float, double: float) -> dict[str, float]:
@@ -124,6 +126,7 @@ _KNOWN: dict[str, Device] = {
             "unit_sram": "the same: 192 KiB of L1 and shared memory a multiprocessor, of which a kernel may take 163",
             "peak": "NVIDIA A100 datasheet, dense; float32 outside the tensor cores, float64 on them",
         },
+        8,
     ),
     "H100": _gpu(
         "H100",
@@ -135,6 +138,7 @@ _KNOWN: dict[str, Device] = {
         (63.0, _PCIE5),
         _tensor(989.4, 66.9, 66.9),
         _HOPPER,
+        9,
     ),
     "H200": _gpu(
         "H200",
@@ -146,6 +150,7 @@ _KNOWN: dict[str, Device] = {
         (63.0, _PCIE5),
         _tensor(989.4, 66.9, 66.9),
         {**_HOPPER, "peak": "NVIDIA H200 datasheet, SXM, dense; float32 outside the tensor cores"},
+        9,
     ),
     "B200": _gpu(
         "B200",
@@ -161,6 +166,7 @@ _KNOWN: dict[str, Device] = {
             "unit_sram": "NVIDIA Blackwell Tuning Guide: 256 KiB of L1 and shared memory a multiprocessor",
             "peak": "NVIDIA HGX B200 datasheet, one of eight, dense; float32 and float64 outside half precision",
         },
+        10,
     ),
     "RTX 4090": _gpu(
         "RTX 4090",
@@ -176,6 +182,7 @@ _KNOWN: dict[str, Device] = {
             "unit_sram": "the same: 128 KiB of L1 and shared memory a multiprocessor, of which a kernel may take 99",
             "peak": "the same: dense, sums in float32",
         },
+        8,
     ),
     "MI300X": _gpu(
         "MI300X",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onchip import select
+from onchip import devices, select
 from onchip.schedule import Tiles
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def sweeps(
     tiles: Tiles | None = None,
     sram: int = SRAM,
     by_head: bool = False,
+    device: str | None = None,
 ) -> tuple[Sweep, ...]:
     """The sweeps of an algorithm's forward or backward pass.
 
@@ -95,7 +96,7 @@ def sweeps(
     and 3, one kernel a line. eager: the same as PyTorch's operations run it, with a kernel each for scale, mask,
     dropout and two for the softmax's gradient. flash1: its Algorithms 1 and 4, blocks from `sram` bytes. flash2: the
     order of FlashAttention-2. minimum: every input once, every output once. `tiles` replaces the tile sizes of any.
-    by_head: whether the mask differs between heads.
+    by_head: whether the mask differs between heads. device: the known GPU whose tiles are meant, if not this one.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: got {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
@@ -104,7 +105,7 @@ def sweeps(
     forward = step == "forward"
     if algorithm == "onchip":
         name = select.choose(problem) if backend is None else backend
-        return _of_backend(problem, name, step, needs, tiles, by_head)
+        return _of_backend(problem, name, step, needs, tiles, by_head, device)
     if algorithm == "flash1":
         own = tiles or flash1_tiles(problem.dim, problem.dim_v, sram // problem.dtype.itemsize)
         return _flash1(own) if forward else _flash1_backward(own)
@@ -133,7 +134,13 @@ def tile_numbers(tiles: Tiles, dim: int, dim_v: int) -> int:
 
 
 def _of_backend(
-    problem: Problem, name: str, step: str, needs: tuple[str, ...], tiles: Tiles | None, by_head: bool
+    problem: Problem,
+    name: str,
+    step: str,
+    needs: tuple[str, ...],
+    tiles: Tiles | None,
+    by_head: bool,
+    device: str | None,
 ) -> tuple[Sweep, ...]:
     module: Any = select.load(name)
     stated = getattr(module, "sweeps", None)  # a backend may state its own order
@@ -144,9 +151,11 @@ def _of_backend(
         return _standard(whole) if step == "forward" else _standard_backward(whole)
     if name == "cpu":
         return _cpu(step, needs, tiles or module.tiles(problem))
+    if name == "native":
+        return _native(problem, step, needs, tiles or module.tiles(problem), by_head)
     if step == "forward":
-        return _by_queries(problem, module, tiles, by_head)
-    return _triton_backward(problem, needs, tiles)
+        return _by_queries(problem, name, tiles, by_head, device)
+    return _triton_backward(problem, needs, tiles, device)
 
 
 def _cpu(step: str, needs: tuple[str, ...], tiles: Tiles) -> tuple[Sweep, ...]:
@@ -168,25 +177,80 @@ def _cpu(step: str, needs: tuple[str, ...], tiles: Tiles) -> tuple[Sweep, ...]:
     )  # fmt: skip
 
 
-def _by_queries(problem: Problem, module: Any, tiles: Tiles | None, by_head: bool) -> tuple[Sweep, ...]:
+def _native(
+    problem: Problem, step: str, needs: tuple[str, ...], tiles: Tiles, by_head: bool
+) -> tuple[Sweep, ...]:
+    """backends/cpu/kernels: forward by blocks of queries, backward by blocks of keys through all rows of a key head.
+
+    Packed copies of rows and keys count as the tensors themselves, read at each visit; splits and chunks of the keys
+    are left out. The heads of a few queries share a block.
+    """
+    if step == "forward":
+        stacked = problem.group > 1 and problem.seqlen_q * problem.group <= tiles.tile_m and not by_head
+        products = ("dim", "dim_v")
+        return (
+            Sweep(
+                "attend", "q", tiles, ("q",), ("out", "lse"), (), ("k", "v"), (), products, stacked=stacked
+            ),
+        )
+    products = ["dim"] + ["dim_v"] * ("v" in needs)  # S, dV
+    if {"q", "k"} & set(needs):
+        products += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]  # dP, dQ, dK
+    rows, sums = ("q", "dout", "lse", "delta"), ("dq",) if "q" in needs else ()
+    stores = tuple("d" + n for n in ("k", "v") if n in needs)
+    return (
+        Sweep("delta", "q", tiles, ("out", "dout"), ("delta",)),
+        Sweep(
+            "gradients", "k", tiles, ("k", "v"), stores, (), (*rows, *sums), sums, tuple(products),
+            wide=frozenset(sums),
+        ),
+        *((Sweep("round dq", "q", tiles, (), sums),) if sums else ()),
+    )  # fmt: skip
+
+
+def chosen_tiles(problem: Problem, name: str, device: str | None = None) -> Tiles:
+    """A backend's forward tiles: here, or for Triton on another known GPU, by whose capability its table goes."""
+    if device is None or name != "triton":
+        return select.load(name).tiles(problem)
+    from onchip.backends.triton.table import config
+
+    found = config(problem, "forward", _facts(device), problem.seqlen_q)
+    return Tiles(found.tile_m, found.tile_n)
+
+
+def _facts(device: str | None) -> Any:
+    """What Triton's table asks of this GPU, or of a known one without the rows that `onchip tune` measured there."""
+    from onchip.backends.triton.arguments import device_facts
+    from onchip.backends.triton.table import Facts
+
+    if device is None:
+        return device_facts(0)
+    known = devices.device(device)
+    return Facts(known.capability, known.units, "")
+
+
+def _by_queries(
+    problem: Problem, name: str, tiles: Tiles | None, by_head: bool, device: str | None
+) -> tuple[Sweep, ...]:
     """A GPU kernel's forward pass: query tiles outside; a few queries' heads are stacked in one tile.
 
     The stacking is that of triton's `packs` (and hopper's, on dense tensors of 2^i heads).
     """
     pack = problem.group if problem.seqlen_q * problem.group <= 128 and not by_head else 1
-    found = tiles or module.tiles(replace(problem, seqlen_q=problem.seqlen_q * pack))
+    found = tiles or chosen_tiles(replace(problem, seqlen_q=problem.seqlen_q * pack), name, device)
     own = Tiles(max(found.tile_m // pack, 1), found.tile_n)
     stores, products = ("out", "lse"), ("dim", "dim_v")
     return (Sweep("attend", "q", own, ("q",), stores, (), ("k", "v"), (), products, stacked=pack > 1),)
 
 
-def _triton_backward(problem: Problem, needs: tuple[str, ...], tiles: Tiles | None) -> tuple[Sweep, ...]:
+def _triton_backward(
+    problem: Problem, needs: tuple[str, ...], tiles: Tiles | None, device: str | None
+) -> tuple[Sweep, ...]:
     """backends/triton: dK and dV with key tiles outside, dQ with query tiles outside, each pass recomputing scores."""
-    from onchip.backends.triton.arguments import device_facts
     from onchip.backends.triton.table import config, separate
 
     def own(name: str) -> Tiles:
-        chosen = config(problem, name, device_facts(0))
+        chosen = config(problem, name, _facts(device))
         return tiles or Tiles(chosen.tile_m, chosen.tile_n)
 
     delta = Tiles(64 if problem.dim_v <= 128 else 16, own("dq").tile_n)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip import problem as problems, schedule, select
+from onchip.inputs import varlen_layout
 from onchip.layout import Layout
 from onchip.mask import Mask
 from onchip.problem import Problem, check_types
@@ -43,6 +44,9 @@ class Plan:
     extra_memory: int  # bytes beyond inputs, outputs and gradients, forward and backward
     copies: tuple[str, ...]  # the tensors that the backend copies whole before it reads them
     device_name: str | None  # of a known device, which the times are stated for; None: this machine
+    elsewhere: (
+        str | None
+    )  # the same where it is not this machine's GPU: tiles and refusals are then that one's
     layout: Layout = field(compare=False, repr=False)
     mask: Mask = field(compare=False, repr=False)
     _found: dict[str, dict[str, Traffic]] = field(default_factory=dict, compare=False, repr=False)
@@ -54,7 +58,7 @@ class Plan:
         if algorithm not in self._found:
             backend = self.backend if algorithm == "onchip" else None
             stated = (_counted(self.problem, self.mask), self.layout, self.mask, (algorithm,))
-            self._found.update(traffic.compare(*stated, backend=backend))
+            self._found.update(traffic.compare(*stated, backend=backend, device=self.elsewhere))
         return self._found[algorithm]
 
     @property
@@ -66,11 +70,16 @@ class Plan:
 
     @cached_property
     def device(self) -> Device:
-        """The device that times are stated for; "cpu" is measured when first asked for, which takes seconds."""
+        """The device that times are stated for; "cpu" is measured when first asked for, which takes seconds.
+
+        Raises ValueError where the plan is for a GPU that is neither named nor here, or here but not a known one.
+        """
         from onchip import devices
 
         if self.device_name is None and self.problem.device == "cpu":
             return devices.this_cpu()
+        if self.device_name is None and not torch.cuda.is_available():
+            raise ValueError(f"device: there is no GPU here; name one of {', '.join(devices.NAMES)}")
         return devices.device(self.device_name)
 
     def floor(self, step: str = "forward") -> Floor:
@@ -90,7 +99,12 @@ class Plan:
         if not q_len or not k_len or not self.problem.heads_q:
             return []
         cells = Tiles(-(-q_len // rows), -(-k_len // columns))
-        kinds = steps.kinds(_counted(self.problem, self.mask), self.layout, self.mask, cells)
+        problem = replace(_counted(self.problem, self.mask), heads_k=self.problem.heads_q)
+        if cells.tile_m <= self.tiles.tile_m or cells.tile_n <= self.tiles.tile_n:
+            kinds = steps.kinds(problem, self.layout, self.mask, cells)
+        else:  # of whole tiles: to look at every element of cells would take minutes at 131,072 tokens
+            group = schedule.build(problem, self.layout, self.mask, self.tiles).groups[0]
+            kinds = _shrunk(group.kinds, rows, columns)
         return ["".join(_SHADES[kind] for kind in row) for row in kinds]
 
     def __str__(self) -> str:
@@ -102,11 +116,14 @@ class Plan:
         return "\n".join([*self._lines(), *self._times()])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Plain numbers and strings; without a floor where the device is not known."""
         passes = {name: {s: t.to_json() for s, t in p.items()} for name, p in self.traffic.items()}
         facts = {**vars(self.problem), "dtype": _name(self.problem.dtype)}
         counts = ("empty", "partial", "full", "pairs", "flops", "extra_memory", "copies")
-        floors = {step: self.floor(step) for step in self.passes("minimum")}
+        try:
+            device, floors = self.device.name, {step: self.floor(step) for step in self.passes("minimum")}
+        except ValueError:  # no known device
+            device, floors = None, {}
         return {
             "problem": facts,
             "mask": repr(self.mask),
@@ -115,7 +132,7 @@ class Plan:
             "tiles": [self.tiles.tile_m, self.tiles.tile_n],
             **{name: getattr(self, name) for name in counts},
             "dense_memory": self.dense_memory,
-            "device": self.device.name,
+            "device": device,
             "floor": {s: {"seconds": f.seconds, "bound": f.bound} for s, f in floors.items()},
             "traffic": passes,
         }
@@ -124,14 +141,15 @@ class Plan:
         p, total = self.problem, max(self.empty + self.partial + self.full, 1)
         own, standard = self.passes(), self.passes("standard")
         backward = own.get("backward")
-        work = f"work       {self.pairs:,} visible pairs, {self.flops / 1e9:.3f} GFLOP forward"
+        work = f"work       {self.pairs:,} visible pairs, {operations(self.flops)} forward"
         if backward is not None:
-            work += f", {backward.flops / 1e9:.3f} backward"
+            work += f", {operations(backward.flops)} backward"
         copied = ", ".join(self.copies)
+        batch = f"{p.batch} packed, longest" if p.layout == "varlen" else f"batch {p.batch}, seqlen"
         return [
-            f"attention  batch {p.batch}, seqlen {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q}/{p.heads_k}, "
+            f"attention  {batch} {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q}/{p.heads_k}, "
             f"dim {p.dim}/{p.dim_v}, {_name(p.dtype)} on {self.device_name or p.device}",
-            f"backend    {self.backend}, tiles of {self.tiles.tile_m} x {self.tiles.tile_n}",
+            f"backend    {_kind(self.backend)}, tiles of {self.tiles.tile_m} x {self.tiles.tile_n}",
             *(
                 f"           not {name}: {reason}"
                 for name, reason in self.refusals.items()
@@ -172,9 +190,38 @@ def _moved(step: str, own: Traffic, standard: Traffic) -> str:
     )
 
 
+def _kind(backend: str) -> str:
+    """The backend's name; of the CPU's two, which loop it is."""
+    if backend == "native":
+        from onchip.backends.cpu import status
+
+        return f"native ({status()})"
+    return "cpu (the tiled loop of torch operations)" if backend == "cpu" else backend
+
+
+def _shrunk(kinds: Tensor, rows: int, columns: int) -> list[list[int]]:
+    """The kinds of tiles, so many of them to a cell that at most rows x columns are left."""
+    low, high = kinds, kinds
+    for dim, count in ((0, rows), (1, columns)):
+        parts = [x.split(-(-x.shape[dim] // count), dim) for x in (low, high)]
+        low = torch.stack([part.amin(dim) for part in parts[0]], dim)
+        high = torch.stack([part.amax(dim) for part in parts[1]], dim)
+    return torch.where(low == high, low, PARTIAL).tolist()
+
+
 def size(count: float) -> str:
-    """Bytes in MiB, or GiB from 10 of them on."""
-    return f"{count / 2**30:.1f} GiB" if count >= 10 * 2**30 else f"{count / 2**20:.1f} MiB"
+    """Bytes in MiB; in KiB below a tenth of one, and in GiB from 10 of them on."""
+    if count >= 10 * 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.1f} MiB" if not 0 < count < 0.1 * 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def operations(count: float) -> str:
+    """FLOPs in three digits and a fit unit."""
+    for scale, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count / 1e3:.4g} kFLOP"
 
 
 def duration(seconds: float) -> str:
@@ -204,8 +251,13 @@ def plan(
     return_lse: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Plan:
     """The `Plan` of ``attention(q, k, v, ...)`` with the same keywords; nothing is computed.
+
+    With cu_seqlens_q and cu_seqlens_k, of ``attention_varlen``, whose q, k and v are (total, heads, dim). A call over a
+    cache has no plan: one with as many keys stands for it.
 
     q, k, v: the tensors, or their shapes alone, then of this dtype on this device: torch's name for one, or one of
     `onchip.devices.NAMES`, which need not be here.
@@ -214,20 +266,27 @@ def plan(
 
     Raises what the call would raise, NotImplementedError where no backend serves the problem included.
     """
-    from onchip import traffic
+    from onchip import another, orders, traffic
 
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "deterministic": deterministic}
     q_like, k_like, v_like = _stand_ins(q, k, v, layout, dtype)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     where, known = (q.device.type, None) if isinstance(q, Tensor) else _where(device)
-    place = problems.dense_layout(q_like, k_like, v_like)
+    place: Layout = (
+        _packed((q_like, k_like, v_like), cu_seqlens_q, cu_seqlens_k)
+        if packed
+        else problems.dense_layout(q_like, k_like, v_like)
+    )
     whole, _ = check_types(mask, score)
     # A mask for a device that is not here has its tensors elsewhere.
     options["device"] = where if known is None else _home(whole)
-    problem = problems.state(q_like, k_like, v_like, place, "dense", mask, score, **options)
+    kind = "varlen" if packed else "dense"
+    problem = problems.state(q_like, k_like, v_like, place, kind, mask, score, **options)
     problem = replace(problem, device=where)
-    name = select.choose(problem, backend)
+    elsewhere = None if known == another.this_gpu() else known
+    name, refusals = another.choose(problem, backend, elsewhere)
     module = select.load(name)
-    tiles = module.tiles(problem)
+    tiles = orders.chosen_tiles(problem, name, elsewhere)
     # A copy has room of its own for the schedules of other algorithms: the mask keeps those of its calls.
     whole = copy.copy(whole)
     tile_map = schedule.build(_counted(problem, whole), place, whole, tiles)
@@ -235,7 +294,7 @@ def plan(
     return Plan(
         problem=problem,
         backend=name,
-        refusals={n: reason for n, reason in select.refusals(problem).items() if n != name},
+        refusals={n: reason for n, reason in refusals.items() if n != name},
         tiles=tiles,
         empty=tile_map.count(EMPTY),
         partial=tile_map.count(PARTIAL),
@@ -245,9 +304,19 @@ def plan(
         extra_memory=module.extra_memory(problem, tiles),
         copies=_copies(module, (q_like, k_like, v_like)),
         device_name=known,
+        elsewhere=elsewhere,
         layout=place,
         mask=whole,
     )
+
+
+def _packed(tensors: tuple[Tensor, Tensor, Tensor], cu_q: Tensor | None, cu_k: Tensor | None) -> Layout:
+    """The packed layout of stand-ins: its boundaries are read, so they are brought to the CPU."""
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(cu, Tensor):
+            raise TypeError(f"{name}: got {type(cu).__name__}, expected a tensor, as for the other one")
+    like = [torch.empty((), dtype=x.dtype).expand(x.shape) for x in tensors]
+    return varlen_layout(*like, cu_q.cpu(), cu_k.cpu(), None, None, None, None)  # type: ignore[union-attr]
 
 
 def _copies(module: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:

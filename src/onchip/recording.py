@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ class Recorder:
     """The distinct workloads of the calls seen, each with how often it came, the most frequent first."""
 
     _seen: dict[tuple, tuple[Case, int]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # calls come from any thread
 
     @property
     def cases(self) -> list[Case]:
@@ -33,11 +35,15 @@ class Recorder:
         cases.save(self.cases, Path(path))
 
     def called(self, call: Call, out: Tensor, lse: Tensor, seconds: float) -> None:
+        layout = call.operands.layout
+        if not out.numel() or not any(q and k for q, k in zip(layout.q_lens, layout.k_lens, strict=True)):
+            return  # nothing to measure
         case = _case(call, out.requires_grad)
         # Masks made anew at each call are one by what they print.
         key = (replace(case, mask=""), case.mask_text)
-        _, count = self._seen.get(key, (case, 0))
-        self._seen[key] = (case, count + 1)
+        with self._lock:
+            _, count = self._seen.get(key, (case, 0))
+            self._seen[key] = (case, count + 1)
 
 
 def _case(call: Call, trains: bool) -> Case:
@@ -46,21 +52,26 @@ def _case(call: Call, trains: bool) -> Case:
     # A mask without an expression stays as it is: measured in this process, not written to a file.
     with suppress(ValueError):
         mask = cases.mask_text(mask)
+    packed, cache = isinstance(layout, Varlen), isinstance(layout, Cache)
+    q_lens, k_lens = tuple(layout.q_lens), tuple(layout.k_lens)
+    own = k_lens != q_lens if packed else cache and len(set(k_lens)) > 1
     return Case(
-        batch=max(problem.batch, 1),
-        seqlen_q=max(problem.seqlen_q, 1),
-        seqlen_k=max(problem.seqlen_k, 1),
-        heads_q=max(problem.heads_q, 1),
-        heads_k=max(problem.heads_k, 1),
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=max(k_lens) if cache else problem.seqlen_k,
+        heads_q=problem.heads_q,
+        heads_k=problem.heads_k,
         dim=problem.dim,
-        dim_v=max(problem.dim_v, 1),
+        dim_v=problem.dim_v,
         dtype=str(problem.dtype).removeprefix("torch."),
         mask=mask,
         softcap=operands.score.softcap,
         dropout=problem.dropout,
         what="both" if trains else "forward",
-        cache=isinstance(layout, Cache),
-        lengths=tuple(n for n in layout.q_lens if n) if isinstance(layout, Varlen) else (),
+        cache=cache,
+        lengths=q_lens if packed else (),
+        lengths_k=k_lens if own else (),
+        without=tuple(part for part in problem.score_parts if part != "softcap"),
     )
 
 
@@ -72,7 +83,9 @@ def record() -> Iterator[Recorder]:
     ...     model(batch).loss.backward()
     >>> seen.save("cases.json")  # then: onchip bench --cases cases.json
 
-    ALiBi, biases, sinks and score functions are not recorded: the cases are without them.
+    Cases are without ALiBi, biases, sinks and score functions: each lists in `without`, and its label says, what its
+    calls had of them. They have the default scale, and of a paged cache its lengths. Calls without a query or key are
+    left out.
     """
     recorder = Recorder()
     with observing(recorder):

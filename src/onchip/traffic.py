@@ -147,10 +147,17 @@ def count(
     needs: tuple[str, ...] = ("q", "k", "v"),
     tiles: Tiles | None = None,
     sram: int = SRAM,
+    device: str | None = None,
 ) -> Traffic:
     """The `Traffic` of one pass; the options are those of `orders.sweeps`."""
     by_head = bool(problem.mask_parts) and mask.dependence(problem)[1]
-    options: dict[str, Any] = {"backend": backend, "needs": needs, "tiles": tiles, "sram": sram}
+    options: dict[str, Any] = {
+        "backend": backend,
+        "needs": needs,
+        "tiles": tiles,
+        "sram": sram,
+        "device": device,
+    }
     found = orders.sweeps(problem, algorithm, step, by_head=by_head, **options)
     tensors: dict[str, Moved] = {}
     pairs = visible_pairs(problem, layout, mask, found[-1].tiles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,9 +46,14 @@ class Watch:
     _module: Any = None
     _name: str = ""
     _metrics: Any = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # calls come from any thread
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def called(self, call: Call, out: Tensor, lse: Tensor, seconds: float) -> None:
+        with self._lock:
+            self._called(call, out, lse, seconds)
+
+    def _called(self, call: Call, out: Tensor, lse: Tensor, seconds: float) -> None:
         if call.problem is not self._problem or call.backend is not self._module:
             self._met(call)
         shape = out.shape
@@ -110,9 +116,11 @@ class Watch:
 
     def __str__(self) -> str:
         backends = ", ".join(f"{name} {n}" for name, n in self.backends.items()) or "none"
+        refusals = ", ".join(f"{why} ({n})" for why, n in self.refusals.items()) or "none"
         return (
             f"{self.calls} calls ({backends}), {self.tokens} tokens, {self.seconds:.3f} s; {self.checks} checks, "
-            f"{self.failures} failed, worst {self.worst:.2g} roundings; {sum(self.bad.values())} with NaN or inf"
+            f"{self.failures} failed, worst {self.worst:.2g} roundings; {sum(self.bad.values())} with NaN or inf; "
+            f"refused: {refusals}"
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from onchip import masks, patterns
 from onchip.mask import Mask
+from onchip.score import Score
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 PASSES = ("forward", "backward", "both")
@@ -22,7 +23,8 @@ PASSES = ("forward", "backward", "both")
 class Case:
     """One workload. mask: an expression of `MASKS`, such as "causal & (window(255, 0) | sinks(4))".
 
-    seqlen_k, heads_k, dim_v: as for q where None. lengths: packed sequences, in place of batch and seqlen.
+    seqlen_k, heads_k, dim_v: as for q where None. lengths: packed sequences, in place of batch and seqlen;
+    lengths_k: their keys, if not as many, or the lengths in a cache.
     what: "forward", "backward" (alone) or "both". cache: keys are read from a cache, for decoding.
     """
 
@@ -41,7 +43,11 @@ class Case:
     what: str = "forward"
     cache: bool = False
     lengths: tuple[int, ...] = ()
+    lengths_k: tuple[int, ...] = ()
     calls: int = 1  # how often a recording saw it
+    without: tuple[
+        str, ...
+    ] = ()  # what the recorded calls had and the case has not: "alibi", "bias", "sink", "mod"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPES.get(self.dtype, self.dtype))
@@ -49,16 +55,37 @@ class Case:
             raise ValueError(f"dtype: got {self.dtype!r}, expected one of {', '.join(DTYPES.values())}")
         if self.what not in PASSES:
             raise ValueError(f"what: got {self.what!r}, expected one of {', '.join(PASSES)}")
-        object.__setattr__(self, "lengths", tuple(self.lengths))
+        for name in ("lengths", "lengths_k", "without"):
+            if not isinstance(getattr(self, name), tuple | list):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a list")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = {"batch": self.batch, "seqlen_q": self.seqlen_q, "heads_q": self.heads_q, "dim": self.dim}
         sizes |= {"seqlen_k": self.seqlen_k, "heads_k": self.heads_k, "dim_v": self.dim_v}
-        sizes |= {f"lengths[{i}]": n for i, n in enumerate(self.lengths)}
         for name, n in sizes.items():
             if n is not None and (type(n) is not int or n < 1):
                 raise ValueError(f"{name}: got {n!r}, expected an int of at least 1")
+        self._check_lengths()
+        if not isinstance(self.mask, str | Mask):
+            raise ValueError(f"mask: got {self.mask!r}, expected an expression")
+        p = self.dropout
+        if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
+            raise ValueError(f"dropout: got {p!r}, expected a number in [0, 1]")
+        Score(softcap=self.softcap)  # says what is wrong with it
         if self.cache and (self.lengths or self.what != "forward" or self.dropout):
             raise ValueError("cache: given with lengths, dropout or a backward pass, expected none of them")
         self.make_mask()  # an expression that cannot be read fails here
+
+    def _check_lengths(self) -> None:
+        for name in ("lengths", "lengths_k"):
+            found = getattr(self, name)
+            wrong = [n for n in found if type(n) is not int or n < 0]
+            if wrong or (found and not any(found)):
+                raise ValueError(f"{name}: got {list(found)}, expected ints of at least 0, one above it")
+        sequences = self.batch if self.cache else len(self.lengths)
+        if self.lengths_k and len(self.lengths_k) != sequences:
+            raise ValueError(
+                f"lengths_k: has {len(self.lengths_k)}, expected one for each of {sequences} sequences"
+            )
 
     @property
     def k_len(self) -> int:
@@ -73,6 +100,27 @@ class Case:
         return self.dim if self.dim_v is None else self.dim_v
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Of q, k and v."""
+        lead_q, lead_k = (self.batch, self.seqlen_q), (self.batch, self.k_len)
+        if self.lengths:
+            lead_q, lead_k = (sum(self.lengths),), (sum(self.keys),)
+        kv = (*lead_k, self.kv_heads)
+        return (*lead_q, self.heads_q, self.dim), (*kv, self.dim), (*kv, self.value_dim)
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Of each packed sequence."""
+        return self.lengths_k or self.lengths
+
+    def packing(self, device: str = "cpu") -> dict[str, Any]:
+        """cu_seqlens_q and _k as `attention_varlen` and `plan` take them; {} where nothing is packed."""
+        if not self.lengths:
+            return {}
+        both = (("cu_seqlens_q", self.lengths), ("cu_seqlens_k", self.keys))
+        return {n: torch.tensor([0, *x], device=device).cumsum(0).to(torch.int32) for n, x in both}
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
@@ -84,11 +132,15 @@ class Case:
     def label(self) -> str:
         """Its name, or one of its sizes."""
         if self.name:
-            return self.name
+            return self.name + self._lacks
         heads = f"h{self.heads_q}" if self.kv_heads == self.heads_q else f"h{self.heads_q}/{self.kv_heads}"
         seqlen = f"N{self.seqlen_q}" if self.k_len == self.seqlen_q else f"N{self.seqlen_q}x{self.k_len}"
         size = f"{len(self.lengths)} packed" if self.lengths else f"b{self.batch} {seqlen}"
-        return f"{size} {heads} d{self.dim} {self.mask_text or 'full'}"
+        return f"{size} {heads} d{self.dim} {self.mask_text or 'full'}{self._lacks}"
+
+    @property
+    def _lacks(self) -> str:
+        return f" (without {', '.join(self.without)})" if self.without else ""
 
     def make_mask(self, device: str = "cpu") -> Mask | None:
         """The mask; the same one for the same expression and sizes, random block maps included."""
@@ -172,14 +224,21 @@ def _documents(seqlen: int, count: int) -> Tensor:
 def _blocks(seqlen_q: int, seqlen_k: int, device: str, density: float, tile: int = 64) -> Mask:
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
         raise ValueError(f"mask: blocks: density is {density!r}, expected a number in (0, 1]")
-    rows, columns = -(-seqlen_q // tile), -(-seqlen_k // tile)
+    rows, columns = _count(seqlen_q, seqlen_k, tile)
     generator = torch.Generator().manual_seed(0)
     rank = torch.rand(rows, columns, generator=generator).argsort(1).argsort(1)
     return masks.block_sparse((rank < max(round(density * columns), 1)).to(device), tile=(tile, tile))
 
 
+def _count(seqlen_q: int, seqlen_k: int, tile: int) -> tuple[int, int]:
+    """Rows and columns of blocks."""
+    if type(tile) is not int or tile < 1:
+        raise ValueError(f"mask: tile is {tile!r}, expected an int of at least 1")
+    return -(-seqlen_q // tile), -(-seqlen_k // tile)
+
+
 def _pattern(name: str, seqlen_q: int, seqlen_k: int, device: str, tile: int = 64) -> Mask:
-    rows, columns = -(-seqlen_q // tile), -(-seqlen_k // tile)
+    rows, columns = _count(seqlen_q, seqlen_k, tile)
     if name == "butterfly":
         side = 1 << max(rows, columns, 2).bit_length() - 1
         side = side if side >= max(rows, columns) else 2 * side
@@ -234,7 +293,8 @@ def load(path: Path) -> list[Case]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: {error}") from None
     if isinstance(found, dict):
-        found = [{"name": name, **(body if isinstance(body, dict) else {})} for name, body in found.items()]
+        bodies = ((name, {} if body is None else body) for name, body in found.items())
+        found = [{"name": str(n), **body} if isinstance(body, dict) else body for n, body in bodies]
     if not isinstance(found, list) or not found or not all(isinstance(body, dict) for body in found):
         raise ValueError(f"{path}: expected a list of cases, or names with one each")
     known = {field.name for field in fields(Case)}

@@ -45,6 +45,11 @@ def screen() -> Console:
     return console if console.is_terminal else Console(width=160)
 
 
+def wide(console: Console) -> Console:
+    """For a table, whose figures a terminal narrower than it would cut off: its lines wrap there."""
+    return console if console.width >= 120 else Console(width=120)
+
+
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,7 +67,7 @@ def bench(chosen: list[Case], impls: list[str], repeats: int, cool: float, out: 
     with progress(console) as tick:
         rows = run.run(chosen, impls, device(), pace, tick)
     about = run.about(device(), pace)
-    console.print(report.table(rows))
+    wide(console).print(report.table(rows))
     for line in report.notes(rows):
         console.print(line, style="dim", highlight=False, markup=False)
     console.print(f"{about['device']}; {about['regime']}", style="dim", highlight=False)
@@ -85,7 +90,7 @@ def paper(out: Path | None, repeats: int, cool: float, quick: bool) -> None:
         found = papers.experiments(device(), regime(repeats, cool), quick, tick)
     for title, made in papers.tables(found):
         console.print(title, style="bold", highlight=False)
-        console.print(made)
+        wide(console).print(made)
         console.print()
     about = found["about"]
     console.print(f"{about['device']}; {about['regime']}", style="dim", highlight=False)
@@ -116,7 +121,7 @@ def verify(case: Case, backend: str | None) -> str:
             place,
             style=style,
         )
-    console.print(table)
+    wide(console).print(table)
     console.print(
         "worst at: sequence, head, row, column; roundings: of the dtype, of the greatest number", style="dim"
     )

@@ -34,7 +34,7 @@ class Inputs:
     v: Tensor
     dout: Tensor
     mask: Mask | None
-    cu_seqlens: Tensor | None
+    packing: dict[str, Any]  # as `Case.packing`
     seed: int = 0
 
     @property
@@ -45,8 +45,10 @@ class Inputs:
     def is_causal(self) -> bool:
         """Whether the mask is causal, with both alignments the same."""
         same = self.case.k_len == self.case.seqlen_q
-        return self.case.mask_text in ("causal", "causal()", "window(None, 0)") and (
-            same or bool(self.case.lengths)
+        return (
+            self.case.mask_text in ("causal", "causal()", "window(None, 0)")
+            and (same or bool(self.case.lengths))
+            and not self.case.lengths_k
         )
 
     def window(self) -> tuple[int, int]:
@@ -76,6 +78,8 @@ class Inputs:
         case = self.case
         if packed and case.lengths:
             raise Unsupported("packed sequences")
+        if case.lengths_k and not case.lengths:
+            raise Unsupported("a cache of several lengths")
         if softcap and case.softcap is not None:
             raise Unsupported("softcap")
         if dropout and case.dropout:
@@ -100,15 +104,10 @@ def inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
-    cu = None
-    if case.lengths:
-        cu = torch.tensor([0, *case.lengths], device=device).cumsum(0).to(torch.int32)
-        lead_q = lead_k = (sum(case.lengths),)
-    else:
-        lead_q, lead_k = (case.batch, case.seqlen_q), (case.batch, case.k_len)
-    q, dout = draw(*lead_q, case.heads_q, case.dim), draw(*lead_q, case.heads_q, case.value_dim)
-    k, v = draw(*lead_k, case.kv_heads, case.dim), draw(*lead_k, case.kv_heads, case.value_dim)
-    return Inputs(case, q, k, v, dout, case.make_mask(device), cu, seed)
+    (q_shape, k_shape, v_shape) = case.shapes
+    q, dout = draw(*q_shape), draw(*q_shape[:-1], case.value_dim)
+    k, v = draw(*k_shape), draw(*v_shape)
+    return Inputs(case, q, k, v, dout, case.make_mask(device), case.packing(device), seed)
 
 
 def _onchip(backend: str | None) -> Callable[[Inputs], Callable[..., Tensor]]:
@@ -117,17 +116,12 @@ def _onchip(backend: str | None) -> Callable[[Inputs], Callable[..., Tensor]]:
         score = None if case.softcap is None else onchip.Score(softcap=case.softcap)
         options: dict[str, Any] = {"mask": given.mask, "score": score, "backend": backend}
         if case.cache:
-            lengths = torch.full((case.batch,), case.k_len, dtype=torch.int32, device=given.q.device)
+            each = case.lengths_k or (case.k_len,) * case.batch
+            lengths = torch.tensor(each, dtype=torch.int32, device=given.q.device)
             return lambda q, k, v: onchip.attention_with_cache(q, k, v, cache_seqlens=lengths, **options)  # type: ignore[return-value]
         options |= {"dropout": case.dropout, "seed": given.seed if case.dropout else None}
-        if given.cu_seqlens is not None:
-            cu, longest = given.cu_seqlens, max(case.lengths)
-            options |= {
-                "cu_seqlens_q": cu,
-                "cu_seqlens_k": cu,
-                "max_seqlen_q": longest,
-                "max_seqlen_k": longest,
-            }
+        if given.packing:
+            options |= given.packing | {"max_seqlen_q": max(case.lengths), "max_seqlen_k": max(case.keys)}
             return lambda q, k, v: onchip.attention_varlen(q, k, v, **options)  # type: ignore[return-value]
         return lambda q, k, v: onchip.attention(q, k, v, **options)  # type: ignore[return-value]
 
@@ -189,7 +183,7 @@ def _flex(given: Inputs) -> Callable[..., Tensor]:
     given.refuse(dropout=True)
     case = given.case
     if given.device == "cpu" and case.what != "forward":
-        raise Unsupported("no backward pass on a CPU")
+        raise Unsupported("a backward pass on a CPU")
     visible, block_mask = given.visible(), None
     if visible is not None:
         batch, heads = visible.shape[:2]
@@ -222,21 +216,10 @@ def _flash_attn(module: str, dropout: bool) -> Callable[[Inputs], Callable[..., 
         options: dict[str, Any] = {"window_size": window, "softcap": case.softcap or 0.0}
         if dropout:
             options["dropout_p"] = case.dropout
-        if given.cu_seqlens is None:
+        if not given.packing:
             return lambda q, k, v: _first(found.flash_attn_func(q, k, v, **options))
-        cu, longest = given.cu_seqlens, max(case.lengths)
-        return lambda q, k, v: _first(
-            found.flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                cu_seqlens_q=cu,
-                cu_seqlens_k=cu,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest,
-                **options,
-            )
-        )
+        options |= given.packing | {"max_seqlen_q": max(case.lengths), "max_seqlen_k": max(case.keys)}
+        return lambda q, k, v: _first(found.flash_attn_varlen_func(q, k, v, **options))
 
     return prepare
 

@@ -115,8 +115,10 @@ def _case(case: Case, chosen: list[Peer], device: str, regime: Regime, tick: Any
     truth = stated(given)
     names = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}[case.what]
     rows, ready = [], []
-    for peer in chosen:
+    for i, peer in enumerate(chosen):
         note = peer.missing(device)
+        if tick is not None:  # compiling one may take a minute
+            tick(f"{case.label}: checks", i, len(chosen))
         try:
             if note is None:
                 with warnings.catch_warnings():
@@ -128,6 +130,8 @@ def _case(case: Case, chosen: list[Peer], device: str, regime: Regime, tick: Any
             note = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
         if note is not None:
             rows.append(Row(case, peer.name, case.what, note=note, ok=not peer.name.startswith("onchip")))
+    if tick is not None:
+        tick(f"{case.label}: checks", len(chosen), len(chosen))
     for step in names:
         rows += _timed(case, step, ready, truth, device, regime, tick)
     return rows

@@ -22,7 +22,7 @@ class Regime:
         how = (
             f"cool, {self.pause} s idle before each measurement" if self.pause else "sustained, back to back"
         )
-        return f"{how}; {self.repeats} measurements of each in turn"
+        return f"{how}; {self.repeats} measurement{'s' * (self.repeats > 1)} of each in turn"
 
 
 @dataclass
