@@ -259,7 +259,7 @@ def _append_and_run(
     call: Call, place: Cache, k: Tensor | None, v: Tensor | None, rotary: Rotary | None
 ) -> tuple[Tensor, Tensor]:
     """Turn q and k, write k and v to their slots, then attend; an error, of a user's function say, takes them back."""
-    q, k_cache, v_cache, *others = call.operands
+    q, k_cache, v_cache, _, mask, score, seed = call.operands
     before = where = None
     if k is not None:
         _check_storage(k_cache, v_cache)
@@ -275,7 +275,7 @@ def _append_and_run(
             where = _slots(place, k)
             before = [cache[where] for cache in (k_cache, v_cache)] if _has_user_code(call.problem) else None
             k_cache[where], v_cache[where] = k, v
-    call.operands = Operands(q, k_cache, v_cache, *others)
+    call.operands = Operands(q, k_cache, v_cache, place, mask, score, seed)
     try:
         return autograd.apply(call)
     except Exception:
