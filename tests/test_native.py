@@ -33,7 +33,8 @@ STATUS = "import onchip; print(onchip.backends.cpu.status())"
 
 
 def test_the_best_library_is_taken():
-    assert run(STATUS) == (f"native kernels for {BUILT[0]}" if BUILT else run(STATUS))
+    proven = [isa for isa in BUILT if isa not in library.UNPROVEN]
+    assert run(STATUS) == (f"native kernels for {proven[0]}" if proven else run(STATUS))
     for isa in BUILT:
         assert run(STATUS, isa) == f"native kernels for {isa}"
 

@@ -64,11 +64,11 @@ def sequence(place: Place, b, len_q, len_k, new):
     if place.used_k is not None:
         k_len = tl.load(place.used_k + b).to(tl.int32)
     if place.used is not None:
-        # No key is read past the capacity, whatever the lengths hold.
-        k_len = tl.minimum(tl.load(place.used + b).to(tl.int32) + new, len_k)
+        k_len = tl.load(place.used + b).to(tl.int32) + new
         if place.leftpad is not None:
             k_start = tl.load(place.leftpad + b).to(tl.int32)
             k_len -= k_start
+        k_len = tl.minimum(k_len, len_k)  # no more keys are read than there may be, whatever the lengths hold
     return q_start, k_start, q_len, k_len
 
 
