@@ -199,10 +199,9 @@ def philox_key(lo, hi):
 @triton.jit
 def keep_bits(drop: Drop, seed, b, h, heads, q, n0, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """Which pairs survive dropout: [TILE_M, TILE_N] for rows q, h [TILE_M] and keys n0 ... (n0 a multiple of 4)."""
-    k = n0 + 4 * tl.arange(0, TILE_N // 4)
-    c0, c1, c2, c3 = dropout_counter(
-        b, h[:, None], heads, q[:, None], k[None, :], n0 * 0
-    )  # offset 0, as a tensor
+    k = (n0 + 4 * tl.arange(0, TILE_N // 4))[None, :]
+    nothing = k * 0  # the offset, as a tensor: n0 may be a number of the host
+    c0, c1, c2, c3 = dropout_counter(b, h[:, None], heads, q[:, None], k, nothing)
     zero = tl.zeros([TILE_M, TILE_N // 4], tl.uint32)
     c0, c1 = zero + c0.to(tl.uint32), zero + c1.to(tl.uint32)
     c2, c3 = zero + c2.to(tl.uint32), zero + c3.to(tl.uint32)
