@@ -68,7 +68,7 @@ def wheel(share):
 
 def isas(share):
     sys.path.insert(0, str(ROOT / "src"))
-    from onchip.backends.cpu import library
+    from onchip.backends.cpu import isa as library
 
     built = [isa for isa in library.supported() if library.find(isa)]
     assert built, library.status()
@@ -112,7 +112,7 @@ def sanitize(share):
 
 def _runs(isa):
     sys.path.insert(0, str(ROOT / "src"))
-    from onchip.backends.cpu import library
+    from onchip.backends.cpu import isa as library
 
     return isa in library.supported()
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library as registry
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.utils import counters
 
@@ -252,7 +253,7 @@ def test_opcheck(name):
         tensors = [
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args
         ]
-        torch.library.opcheck(func, tuple(tensors))
+        registry.opcheck(func, tuple(tensors))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -268,14 +269,14 @@ def test_opcheck_of_the_backward_operator(backend):
 
     (_, _), (func, args) = operands(call, q, k, v)
     assert "backward" in func.name()
-    torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor"))
+    registry.opcheck(func, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("append", [False, True])
 def test_opcheck_of_the_cache_operators(append):
     q, k_cache, v_cache, lengths, k, v = cache_inputs()
     ((func, args),) = operands(cached, q, k_cache, v_cache, lengths, *((k, v) if append else ()))
-    torch.library.opcheck(func, args)
+    registry.opcheck(func, args)
 
 
 def test_export():

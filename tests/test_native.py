@@ -11,7 +11,7 @@ import torch
 import onchip
 import oracle
 from onchip.backends import cpu
-from onchip.backends.cpu import library, native
+from onchip.backends.cpu import isa as library, native
 
 BUILT = [isa for isa in library.supported() if library.find(isa)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -1,4 +1,4 @@
-"""torch.library operators: attention as one node of a graph, for torch.compile, torch.export and dispatch modes.
+"""Operators of torch: attention as one node of a graph, for torch.compile, torch.export and dispatch modes.
 
 Eager calls go to `autograd` without them, at a fraction of the host time. `traced` says when a call needs them:
 while a graph is made, and under a dispatch mode (fake tensors, selective checkpointing, counting of FLOPs).
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, library as registry
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onchip import problem as problems, select, spec
@@ -22,6 +22,7 @@ from onchip.mask import Mask
 from onchip.problem import Saved, check_types
 from onchip.score import Score
 
+custom_op = registry.custom_op
 GRADIENTS = ("q", "k", "v", "bias", "alibi", "sink")
 
 
@@ -78,7 +79,7 @@ def _seed(seed: int | None, dropout: float) -> Tensor | None:
     return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64)
 
 
-@torch.library.custom_op("onchip::attention", mutates_args=())
+@custom_op("onchip::attention", mutates_args=())
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -153,7 +154,7 @@ def _(q, k, v, bias, alibi, sink, cu_q, *others):
     return out, lse, torch.empty_like(lse)
 
 
-@torch.library.custom_op("onchip::attention_backward", mutates_args=())
+@custom_op("onchip::attention_backward", mutates_args=())
 def _attention_backward(
     needs: str,
     dout: Tensor,
@@ -227,7 +228,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> t
     saved = ctx.saved_tensors
     tensors, (out, lse, rest, seed), listed = saved[:10], saved[10:14], saved[14:]
     longest, middle, last = ctx.numbers
-    # An empty list is a list of tensors to torch.library, one of integers is one value.
+    # An empty list is a list of tensors to torch, one of integers is one value.
     none = (None,) * 6 + ([None] * len(listed), None, None if middle[1] else []) + (None,) * 6
     needs = [n for n, need in zip(GRADIENTS, ctx.needs_input_grad[: len(GRADIENTS)], strict=True) if need]
     if not needs or (dout is None and dlse is None):
@@ -293,7 +294,7 @@ def _run_cache(
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("onchip::attention_with_cache", mutates_args=("k_cache", "v_cache"))
+@custom_op("onchip::attention_with_cache", mutates_args=("k_cache", "v_cache"))
 def _with_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -324,7 +325,7 @@ def _with_cache(
     )  # fmt: skip
 
 
-@torch.library.custom_op("onchip::attention_over_cache", mutates_args=())
+@custom_op("onchip::attention_over_cache", mutates_args=())
 def _over_cache(
     q: Tensor,
     k_cache: Tensor,

@@ -1,6 +1,6 @@
 """CPU backends: native kernels (`native`), and the tiled loop of torch operations that serves what they refuse."""
 
-from onchip.backends.cpu.library import status
+from onchip.backends.cpu.isa import status
 from onchip.backends.cpu.tiled import backward, extra_memory, forward, refuse, tiles
 from onchip.backends.cpu.trace import Trace, trace
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onchip.backends.cpu import arguments, library
+from onchip.backends.cpu import arguments, isa as isas
 from onchip.problem import Problem, Saved
 from onchip.score import Score
 
@@ -95,5 +95,5 @@ def _sink(sink: Tensor, saved: Saved, delta: Tensor) -> Tensor:
 def chunks(call: arguments.Call) -> int:
     """Chunks of the keys that the kernels will make of this call."""
     found = (ctypes.c_int64 * 2)()
-    library.load().backward_sizes(ctypes.byref(call), found)
+    isas.load().backward_sizes(ctypes.byref(call), found)
     return found[0]

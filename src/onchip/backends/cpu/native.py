@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.backends.cpu import arguments, library
+from onchip.backends.cpu import arguments, isa as isas
 from onchip.backends.cpu.gradients import ScoreGrads
 from onchip.backends.cpu.trace import tracing
 from onchip.layout import Dense, Varlen
@@ -32,8 +32,8 @@ _BANDS = ((), ("band",))  # masks that the kernels compute from lengths alone
 def refuse(problem: Problem) -> str | None:
     if problem.device != "cpu":
         return f"the tensors are on {problem.device}; it runs on cpu"
-    if library.load().isa is None:
-        return library.load().reason
+    if isas.load().isa is None:
+        return isas.load().reason
     if problem.dtype is torch.float64:
         return "it has no kernels for float64"
     if max(problem.dim, problem.dim_v) > _WIDEST:
@@ -78,7 +78,7 @@ def _whole(n: int, unit: int = 16) -> int:
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
-    run = library.load().forward
+    run = isas.load().forward
     if (
         problem.layout == "dense"
         and not problem.score_parts
@@ -198,7 +198,7 @@ def _room(problem: Problem, operands: Operands, name: str) -> Tensor:
 
 
 def _run_backward(call: arguments.Call, problem: Problem, operands: Operands) -> None:
-    run = library.load().backward
+    run = isas.load().backward
     if arguments.shown_in_place(operands.mask):
         run(ctypes.byref(call))
         return
@@ -224,5 +224,5 @@ def with_last(pieces: Iterable) -> Iterator:
 def sizes(call: arguments.Call) -> tuple[int, int]:
     """Chunks of the keys, and floats of dq_parts."""
     found = (ctypes.c_int64 * 2)()
-    library.load().backward_sizes(ctypes.byref(call), found)
+    isas.load().backward_sizes(ctypes.byref(call), found)
     return found[0], found[1]
