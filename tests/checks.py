@@ -5,6 +5,9 @@ import torch
 import onchip
 import oracle
 
+# What runs on a CPU by itself: the native kernels where they were built.
+ON_CPU = "native" if onchip.backends.cpu.isa.load().isa else "cpu"
+
 
 def qkv(batch, seqlen_q, seqlen_k, heads_q, heads_k=None, dim=16, dim_v=None, dtype=torch.float32):
     """Random q, k, v in the layout "bshd"."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onchip
+from checks import ON_CPU
 from contract_masks import MASKS, Shape, full_truth
 from onchip import select
 from onchip.bench import command, paper, peers, report, run, timing
@@ -255,7 +256,7 @@ def test_implementations_agree_with_each_other():
 
 
 def test_a_wrong_result_is_seen(monkeypatch):
-    module = select.load("cpu")
+    module = select.load(ON_CPU)
     plain = module.forward
 
     def broken(*args):

@@ -9,6 +9,7 @@ import types
 import pytest
 
 import onchip
+from checks import ON_CPU
 from onchip import cli, doctor, select
 
 
@@ -42,7 +43,7 @@ def test_plan_as_json(capsys):
     found = json.loads(capsys.readouterr().out)
     shape = (1, 300, 8, 64)
     plan = onchip.plan(shape, shape, shape, mask=onchip.window(20, 0))
-    assert found["pairs"] == plan.pairs and found["flops"] == plan.flops and found["backend"] == "cpu"
+    assert found["pairs"] == plan.pairs and found["flops"] == plan.flops and found["backend"] == ON_CPU
     assert set(found["traffic"]) == {"onchip", "standard", "eager", "flash1", "flash2", "minimum"}
     assert found["floor"]["forward"]["bound"] in ("compute", "memory")
 
@@ -146,7 +147,7 @@ def test_a_narrow_terminal_cuts_no_figure(capsys, monkeypatch):
 
 
 def test_a_wrong_result_ends_in_failure(capsys, monkeypatch):
-    module = select.load("cpu")
+    module = select.load(ON_CPU)
     plain = module.forward
 
     def broken(*args):

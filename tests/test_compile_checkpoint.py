@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-import onchip
-from onchip import nn
+from checks import ON_CPU
+from onchip import nn, select
 from test_compile_graph import assert_same
 
 
@@ -15,8 +15,9 @@ def test_selective_checkpointing(saved, monkeypatch):
     """A policy may keep attention's output and recompute the rest, or recompute attention too."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-    runs, forward = [], onchip.backends.cpu.forward
-    monkeypatch.setattr(onchip.backends.cpu, "forward", lambda *args: runs.append(1) or forward(*args))
+    module = select.load(ON_CPU)
+    runs, forward = [], module.forward
+    monkeypatch.setattr(module, "forward", lambda *args: runs.append(1) or forward(*args))
 
     def policy(ctx, op, *args, **kwargs):
         keep = saved and op is torch.ops.onchip.attention.default

@@ -7,6 +7,7 @@ import torch
 
 import onchip
 from checks import qkv
+from onchip import select
 
 
 def ints(*values, dtype=torch.int32):
@@ -113,7 +114,8 @@ def test_options_of_attention(options, error, parts):
 
 
 def test_a_forced_backend_that_refuses(monkeypatch):
-    monkeypatch.setattr(onchip.backends.cpu, "refuse", lambda problem: "it is Sunday")
+    for name in ("cpu", "native"):
+        monkeypatch.setattr(select.load(name), "refuse", lambda problem: "it is Sunday")
     refuse(NotImplementedError, ["cpu", "it is Sunday"], attend, backend="cpu")
     refuse(NotImplementedError, ["cpu", "it is Sunday"], attend)
     # The reference is dense: nothing falls back to it.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onchip
-from checks import qkv
+from checks import ON_CPU, qkv
 from contract_masks import MASKS, Shape, full_truth
 from onchip import select, traffic
 from onchip.schedule import Tiles
@@ -120,8 +120,8 @@ def test_what_it_prints():
 
 def test_every_backend_is_chosen_or_says_why_not():
     plan = onchip.plan((1, 8, 1, 8), (1, 8, 1, 8), (1, 8, 1, 8))
-    assert plan.backend == "cpu"
-    assert plan.refusals.keys() | {"cpu"} == select.BACKENDS.keys()
+    assert plan.backend == ON_CPU
+    assert plan.refusals.keys() | {ON_CPU, "cpu"} == select.BACKENDS.keys()
     assert all(isinstance(reason, str) and reason for reason in plan.refusals.values())
     assert "dense" in plan.refusals["reference"] or "N x N" in plan.refusals["reference"]
 
@@ -141,9 +141,9 @@ def test_a_refused_problem():
 
 def test_a_refusal_is_never_a_fallback(monkeypatch):
     """Forced or not: where a backend says no, the error gives its reason and nothing is computed."""
-    module = select.load("cpu")
-    monkeypatch.setattr(module, "refuse", lambda problem: "the moon is full")
-    monkeypatch.setattr(module, "forward", lambda *a: pytest.fail("a refused backend ran"))
+    for module in map(select.load, ("cpu", "native")):
+        monkeypatch.setattr(module, "refuse", lambda problem: "the moon is full")
+        monkeypatch.setattr(module, "forward", lambda *a: pytest.fail("a refused backend ran"))
     q, k, v = qkv(1, 5, 5, 1)
     for call in (onchip.attention, onchip.plan):
         with pytest.raises(NotImplementedError, match="the moon is full"):
@@ -266,8 +266,8 @@ def test_copies_are_said(monkeypatch):
     """By a backend that copies what it cannot address, of the tensors as they lie."""
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in "qkv")
     k = torch.randn(1, 8, 16, 2).transpose(2, 3)
-    assert onchip.plan(q, k, v).copies == ()
-    monkeypatch.setattr(select.load("cpu"), "copies", lambda tensor: tensor.stride(-1) != 1, raising=False)
+    assert onchip.plan(q, k, v, backend="reference").copies == ()
+    monkeypatch.setattr(select.load(ON_CPU), "copies", lambda tensor: tensor.stride(-1) != 1, raising=False)
     plan = onchip.plan(q, k, v)
     assert plan.copies == ("k",) and "copies     k: made contiguous" in str(plan)
     assert onchip.plan(q, k.contiguous(), v).copies == ()

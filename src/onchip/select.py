@@ -17,7 +17,7 @@ BACKENDS = {
     "cpu": "onchip.backends.cpu",
     "reference": "onchip.backends.reference",
 }
-AUTOMATIC = ("hopper", "triton", "cpu")
+AUTOMATIC = ("hopper", "triton", "native", "cpu")
 
 
 @cache
@@ -60,7 +60,7 @@ def choose(problem: Problem, name: str | None = None) -> str:
     check_name(name)
     candidates = AUTOMATIC if name is None else (name,)
     if name is None and problem.device == "cpu":
-        candidates = ("cpu",)  # Triton's interpreter runs only by name
+        candidates = ("native", "cpu")  # Triton's interpreter runs only by name
     reasons = {}
     for candidate in candidates:
         reason = _reason(candidate, problem, automatic=name is None)

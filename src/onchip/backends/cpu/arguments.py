@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -20,8 +21,8 @@ from onchip.score import Score
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _UNBOUNDED = -(2**63)
-# Pairs of one look at what a mask says: about 32 MiB of int64 temporaries.
-_LOOK = 1 << 22
+# Pairs of one look at a mask, about 8 MiB of int64 temporaries; pairs shown to the kernels at once, a byte each.
+_LOOK, _SHOWN = 1 << 20, 1 << 25
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -39,7 +40,7 @@ def _fields() -> list[tuple[str, Any]]:
         *blocks blocks_batch blocks_head blocks_row block_m block_n
         .scale .softcap *alibi alibi_batch alibi_head *bias bias_dtype bias_batch bias_head bias_q bias_k *sink
         drops threshold seed .keep_scale
-        *dbias *dalibi dbias_kind dbias_chunk dbias_batch dbias_head dbias_k join_batch join_heads
+        *dbias *dalibi dbias_chunk dbias_batch dbias_head dbias_q dbias_k join_batch join_heads
         splits chunks *dq_parts last threads
     """
     kinds = {"*": _POINTER, ".": _DOUBLE}
@@ -226,11 +227,11 @@ def pieces(problem: Problem, operands: Operands, rows: bool) -> Iterator[tuple[l
     heads = problem.heads_q if by_head else 1
     for (q_len, k_len), members in by_lengths(problem, operands).items():
         along, across = (q_len, k_len) if rows else (k_len, q_len)
-        at_once = max(_LOOK // max(64 * across * heads, 1), 1) if by_batch else len(members)
+        at_once = max(_SHOWN // max(64 * across * heads, 1), 1) if by_batch else len(members)
         for first in range(0, len(members), at_once):
             own = members[first : first + at_once]
             asked = torch.tensor(own if by_batch else own[:1])
-            step = max(_LOOK // max(across * heads * len(asked), 1) // 64 * 64, 64)
+            step = max(_SHOWN // max(across * heads * len(asked), 1) // 64 * 64, 64)
             for start in range(0, max(along, 1), step):
                 stop = min(start + step, along)
                 ends = (start, stop, 0, k_len) if rows else (0, q_len, start, stop)
@@ -250,6 +251,18 @@ def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep
     call.members, call.n_members = numbers.data_ptr(), len(members)
     call.q_from, call.q_to, call.k_from, call.k_to = region.q0, region.q1, region.k0, region.k1
     if region.q0 < region.q1 and region.k0 < region.k1:
-        visible = reduce(torch.logical_and, [part.allow(region) for part in elements(mask)])
+        visible = _looked_at(mask, region)
         keep.append(visible)
         show(call, visible)
+
+
+def _looked_at(mask: Mask, region: Region) -> Tensor:
+    """What the mask says of a region's pairs: bool (sequences, heads, queries, keys)."""
+    shape = len(region.batch), region.head1 - region.head0, region.q1 - region.q0, region.k1 - region.k0
+    visible = torch.empty(shape, dtype=torch.bool)
+    step = max(_LOOK // (visible.numel() // shape[2]), 1)
+    for q0 in range(region.q0, region.q1, step):
+        part = replace(region, q0=q0, q1=min(q0 + step, region.q1))
+        said = [element.allow(part) for element in elements(mask)]
+        visible[:, :, q0 - region.q0 : part.q1 - region.q0] = reduce(torch.logical_and, said)
+    return visible

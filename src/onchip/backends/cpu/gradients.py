@@ -12,8 +12,6 @@ from onchip.backends.cpu import arguments, isa as isas
 from onchip.problem import Problem, Saved
 from onchip.score import Score
 
-_QK, _Q, _K = 1, 2, 3  # BiasKind of kernels/call.h
-
 
 @dataclass(eq=False)
 class ScoreGrads:
@@ -48,17 +46,14 @@ class ScoreGrads:
         """
         problem = self.problem
         if shape[2] > 1 and shape[3] > 1:
-            call.dbias_kind = _QK
             call.join_batch, call.join_heads = int(shape[0] == 1), int(shape[1] == 1)
             self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2])
         elif shape[2] > 1:
-            call.dbias_kind = _Q
             self.bias = torch.zeros(chunks(call), problem.batch, problem.heads_q, 1, shape[2])
         else:
-            call.dbias_kind = _K
             self.bias = torch.zeros(1, problem.batch, problem.heads_q, problem.seqlen_k, 1)
         call.dbias = self.bias.data_ptr()
-        names = ("dbias_chunk", "dbias_batch", "dbias_head", "dbias_k")
+        names = ("dbias_chunk", "dbias_batch", "dbias_head", "dbias_k", "dbias_q")
         for axis, name in enumerate(names):
             setattr(call, name, self.bias.stride(axis) if self.bias.shape[axis] > 1 else 0)
 

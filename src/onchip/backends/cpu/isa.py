@@ -15,9 +15,7 @@ import torch
 
 VARIABLE = "ONCHIP_CPU_ISA"
 # Instruction sets, best first; each name is a file lib/onchip_<name>.
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon")
-# Their backward pass in bfloat16 was seen to give NaN for a few rows: until that is found they run only when named.
-UNPROVEN = ("amx", "avx512_bf16")
+ISAS = ("avx512_bf16", "avx512", "avx2", "neon")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +30,7 @@ class Library:
     @property
     def pairs(self) -> bool:
         """Whether bfloat16 is multiplied as it is, without a change to float32."""
-        return self.isa in ("amx", "avx512_bf16")
+        return self.isa == "avx512_bf16"
 
 
 def supported() -> tuple[str, ...]:
@@ -41,9 +39,7 @@ def supported() -> tuple[str, ...]:
         return ("neon",)
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
-        amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-        bf16 = torch.cpu._is_avx512_bf16_supported()
-        return ("amx",) * amx + ("avx512_bf16",) * bf16 + ("avx512", "avx2")
+        return ("avx512_bf16",) * torch.cpu._is_avx512_bf16_supported() + ("avx512", "avx2")
     return ("avx2",) if capability == "AVX2" else ()
 
 
@@ -61,7 +57,7 @@ def chosen() -> tuple[str | None, str]:
         )
     if not runs:
         return None, f"there are no kernels for this processor ({platform.machine()})"
-    for isa in (forced,) if forced else [isa for isa in runs if isa not in UNPROVEN]:
+    for isa in (forced,) if forced else runs:
         if find(isa) is not None:
             return isa, ""
     return None, f"the package was installed without native kernels (no lib/onchip_{forced or runs[-1]}.so)"

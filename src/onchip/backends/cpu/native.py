@@ -50,26 +50,22 @@ def copies(tensor: Tensor) -> bool:
     return tensor.stride(-1) != 1 and tensor.shape[-1] > 1
 
 
-def yields(problem: Problem) -> str | None:
-    """Why the tiled loop is still chosen."""
-    return "it runs by name until its speed is on record for more than one processor"
-
-
 def tiles(problem: Problem) -> Tiles:
     return Tiles(_ROWS, _KEYS)
 
 
 def extra_memory(problem: Problem, tiles: Tiles) -> int:
-    """Packed keys, each thread's tiles and rows of a head, sums of dq by chunk, and tile bits of a mask."""
+    """Tiles, rows of a head and sums of keys by thread; sums by splits or chunks of the keys; tile bits of a mask."""
     both, threads = _whole(problem.dim) + _whole(problem.dim_v), torch.get_num_threads()
     rows, keys = _whole(problem.seqlen_q, _ROWS), _whole(problem.seqlen_k, 32)
     heads = problem.batch * problem.heads_k
-    forward = 4 * heads * keys * both
+    together = 1 << 18  # bytes of the blocks that a worker takes through the keys together
+    forward = threads * (2 * together + 4 * (_KEYS + 32) * (2 * _ROWS + 2 * both)) + 4 * 32 * 2 * _ROWS * both
     chunks = max(min(-(-16 // max(heads, 1)), problem.seqlen_k // 512), 1)
     chunk = keys // chunks if problem.group > 1 else _KEYS
     of_thread = 2 * rows * both + rows * problem.dim + chunk * both + 4 * _KEYS * (_ROWS + both)
     sums = chunks * problem.batch * problem.heads_q * rows * problem.dim if chunks > 1 else 0
-    shown = 64 * 2**20 if {"elements", "unions"} & set(problem.mask_parts) else 0
+    shown = 96 * 2**20 if {"elements", "unions"} & set(problem.mask_parts) else 0
     return max(forward, 4 * (min(threads, max(heads * chunks, 1)) * of_thread + sums)) + shown
 
 

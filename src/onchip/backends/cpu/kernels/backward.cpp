@@ -2,10 +2,9 @@
 // dK and dV of a tile are sums in fast memory. Scores are computed again from lse. dQ is summed over the tiles in order;
 // where several chunks add to one dQ, each keeps its own sum, and the sums are added in order at the end.
 #include "pairs.h"
+#include "plan.h"
 
 namespace {
-
-constexpr double LOG2E = 1.4426950408889634;
 
 int64_t find_chunks(const Call& c) {
   if (c.chunks) return c.chunks;
@@ -15,20 +14,7 @@ int64_t find_chunks(const Call& c) {
   return most<int64_t>(1, least(parts(16, pieces), (c.k_to - c.k_from) / 512));
 }
 
-struct Layout {  // where the sums of dQ of each block of rows lie
-  const Call& call;
-  Buffer starts;
-  int64_t blocks = 0;
-  explicit Layout(const Call& c) : call(c), starts((c.n_members + 1) * 8) {
-    for (int64_t i = 0; i < c.n_members; i++) {
-      first(i) = blocks;
-      blocks += c.heads_k * cut(c, sequence(c, i)).count;
-    }
-    first(c.n_members) = blocks;
-  }
-  int64_t& first(int64_t i) const { return ((int64_t*)starts.data)[i]; }
-  int64_t size() const { return call.dim * ROWS; }  // of one block, in floats
-};
+int64_t dq_size(const Call& c) { return c.dim * ROWS; }  // floats of the sum of a block
 
 struct Block {  // rows of Q, with what the pass reads of them
   Rows rows;
@@ -41,14 +27,11 @@ struct Block {  // rows of Q, with what the pass reads of them
 template <class E, int T>
 struct Worker {
   const Call& c;
-  const Layout& layout;
+  const Plan& plan;
   float* dq_parts;
   int64_t dim, dim_v, longest;  // whole vectors of dim; most blocks of one run of rows
-  bool modified;
-  float unit;  // weights are 2^(unit * score - lse)
-  int sign;
-  Buffer blocks, columns, rows, sums, s, p, bits, k, v, k_other, dk, dv, narrow_p, narrow_s, pairs_s, bias, slope;
-  MatrixTiles matrix_tiles;
+  const Units units;
+  Buffer blocks, columns, rows, sums, s, p, bits, k, v, k_columns, own, dk, dv, narrow_p, narrow_s, pairs_s, bias, slope;
 
   static int64_t most_blocks(const Call& c) {
     int64_t n = 0;
@@ -56,14 +39,12 @@ struct Worker {
     return n;
   }
 
-  Worker(const Call& call, const Layout& l, float* parts_, int64_t chunk_keys)
-      : c(call), layout(l), dq_parts(parts_), dim(round_up(c.dim, VL)), dim_v(round_up(c.dim_v, VL)),
-        longest(most_blocks(c)), modified(modifies(c)),
-        unit((float)(modified || c.scale == 0 ? LOG2E : std::fabs(c.scale) * LOG2E)),
-        sign(modified || c.scale > 0 ? 1 : c.scale < 0 ? -1 : 0), blocks(longest * (int64_t)sizeof(Block)),
+  Worker(const Call& call, const Plan& p_, float* parts_, int64_t chunk_keys)
+      : c(call), plan(p_), dq_parts(parts_), dim(round_up(c.dim, VL)), dim_v(round_up(c.dim_v, VL)),
+        longest(most_blocks(c)), units(call), blocks(longest * (int64_t)sizeof(Block)),
         columns(longest * ROWS * (dim + dim_v) * 4 / E::DEPTH), rows(longest * ROWS * (dim + dim_v) * 4 / E::DEPTH),
         sums(dq_parts ? 0 : longest * ROWS * c.dim * 4), s((KEYS + 2) * ROWS * 4), p((KEYS + 2) * ROWS * 4),
-        bits(KEYS * 16), k((KEYS + 32) * dim * 4), v(KEYS * dim_v * 4), k_other((KEYS + 32) * dim * 4),
+        bits(KEYS * 16), k((KEYS + 32) * dim * 4), v(KEYS * dim_v * 4), k_columns(E::DEPTH == 2 ? (KEYS + 32) * dim * 2 : 0), own((KEYS + 32) * dim * 4),
         dk(chunk_keys * dim * 4), dv(chunk_keys * dim_v * 4), narrow_p(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0),
         narrow_s(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0), pairs_s(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0),
         bias(c.bias ? (KEYS + VL) * ROWS * 4 : 0), slope(c.softcap != 0 ? KEYS * ROWS * 4 : 0) {}
@@ -79,13 +60,13 @@ struct Worker {
     end = least(end, sequence_.k_len);
     if (begin >= end && dq_parts && !c.delta) return;
     const int64_t runs = b.count ? b.count / b.per_head : 0;  // of rows: a head, or short heads together
-    const int64_t first = layout.first(position) + key_head * b.count;
+    const int64_t first = plan.first(position, 0) + key_head * b.count;
     if (runs == 0) write_keys(sequence_, key_head, begin, end, begin, true);
     for (int64_t i = 0; i < runs; i++) {
       for (int64_t j = 0; j < b.per_head; j++) {
-        float* dq = dq_parts ? dq_parts + (chunk * layout.blocks + first + i * b.per_head + j) * layout.size()
-                             : sums.floats() + j * layout.size();
-        prepare(j, make_rows(c, sequence_, key_head, i * b.per_head + j), chunk, dq);
+        float* dq = dq_parts ? dq_parts + (chunk * plan.blocks + first + i * b.per_head + j) * dq_size(c)
+                             : sums.floats() + j * dq_size(c);
+        prepare(j, plan.rows(first + i * b.per_head + j), chunk, dq);
       }
       for (int64_t k0 = begin; k0 < end; k0 += KEYS) {
         const int n = (int)least<int64_t>(KEYS, end - k0);
@@ -107,7 +88,7 @@ struct Worker {
     Block& b = block(j);
     b.rows = r;
     b.dq = dq;
-    if (!dq_parts) std::memset(dq, 0, (size_t)layout.size() * 4);
+    if (!dq_parts) std::memset(dq, 0, (size_t)dq_size(c) * 4);
     const int64_t width = (dim + dim_v) * ROWS / E::DEPTH;
     b.q_columns = columns.floats() + j * width;
     b.dout_columns = b.q_columns + dim * ROWS / E::DEPTH;
@@ -125,25 +106,23 @@ struct Worker {
       float delta = c.dlse && (c.sink || !blind[i]) ? -c.dlse[batch * c.dlse_batch + head * c.dlse_head + row * c.dlse_row] : 0;
       if (!blind[i]) {
         delta += dot(at(c.dout, batch, row, head), at(c.out, batch, row, head), c.dim_v);
-        const double in_unit = lse * (modified ? 1.0 : LOG2E);
-        b.lse[i] = (float)in_unit;
-        b.rest[i] = std::isfinite(in_unit) ? (float)(in_unit - (double)b.lse[i]) : 0.0f;
+        const double in_log2 = lse * LOG2E;
+        b.lse[i] = units.modified ? c.lse[at_row] : (float)in_log2;
+        b.rest[i] = units.modified ? c.rest[at_row] : std::isfinite(in_log2) ? (float)(in_log2 - (double)b.lse[i]) : 0.0f;
         b.delta[i] = delta;
       }
       if (c.delta && chunk == 0) c.delta[at_row] = delta;
     }
-    pack_columns<E, T>(c.q, r, c.dim, sign, b.q_columns, blind);
-    pack_columns<E, T>(c.dout, r, c.dim_v, 1, b.dout_columns, blind);
+    pack_columns<E, T>(c.q, r, c.dim, b.q_columns, blind);
+    pack_columns<E, T>(c.dout, r, c.dim_v, b.dout_columns, blind);
     pack_rows(c.q, r, c.dim, dim, b.q_rows, blind);
     pack_rows(c.dout, r, c.dim_v, dim_v, b.dout_rows, blind);
   }
 
   static float dot(const char* a, const char* b, int64_t n) {
     Vec total = all(0.0f);
-    int64_t d = 0;
-    for (; d + VL <= n; d += VL) total = fma(load_as<T>(a + d * SIZE<T>), load_as<T>(b + d * SIZE<T>), total);
-    if (d < n)
-      total = fma(load_some<T>(a + d * SIZE<T>, (int)(n - d)), load_some<T>(b + d * SIZE<T>, (int)(n - d)), total);
+    for (int64_t d = 0; d < n; d += VL)
+      total = fma(load_some<T>(a + d * SIZE<T>, n - d), load_some<T>(b + d * SIZE<T>, n - d), total);
     return sum(total);
   }
 
@@ -160,7 +139,7 @@ struct Worker {
         for (int64_t d = 0; d < width; d += 16) {
           const char *a = row(i), *b = row(i + 1);
           store(to + i / 2 * ld + d, interleave(a ? (const uint16_t*)a + d : zeros, b ? (const uint16_t*)b + d : zeros,
-                                                (int)least<int64_t>(16, width - d)));
+                                                least<int64_t>(16, width - d)));
         }
 #endif
     } else {
@@ -179,12 +158,9 @@ struct Worker {
       std::memset(dk_tile, 0, (size_t)(n * dim) * 4);
       std::memset(dv_tile, 0, (size_t)(n * dim_v) * 4);
     }
-    copy_keys<E, T>(c, c.k, q, head, k0, n, nullptr, c.dim, k.bytes());
-    copy_keys<E, T>(c, c.v, q, head, k0, n, nullptr, c.dim_v, v.bytes());
-#if HAS_PAIRS
-    if (E::DEPTH == 2) turn_keys(c, c.k, q, head, k0, n, nullptr, c.dim, (uint16_t*)k_other.data, KEYS + 32);
-#endif
-    bool other_is_whole = true;  // k_other holds all keys of the tile
+    copy_keys<E, T>(c, c.k, q, head, k0, n, nullptr, c.dim, k.bytes(), round_up(c.dim, E::DEPTH));
+    copy_keys<E, T>(c, c.v, q, head, k0, n, nullptr, c.dim_v, v.bytes(), round_up(c.dim_v, E::DEPTH));
+    if (E::DEPTH == 2) copy_columns<E, T>(c, c.k, q, head, k0, n, nullptr, c.dim, k_columns);
     for (int64_t j = 0; j < count; j++) {
       Block& b = block(j);
       const Rows& r = b.rows;
@@ -196,18 +172,18 @@ struct Worker {
       if (sight == NONE) continue;
       const int64_t skip = first - k0;
       products(r, b, skip, keys);
-      if (modified) modify(c, r, first, keys, s.floats(), bias.floats(), c.softcap != 0 ? slope.floats() : nullptr);
+      if (units.modified) modify(c, r, first, keys, s.floats(), bias.floats(), c.softcap != 0 ? slope.floats() : nullptr);
       if (sight == SOME) hide(s.floats(), r.lanes, keys, seen(), -INFINITY);
       if (sight == SOME && c.softcap != 0) hide(slope.floats(), r.lanes, keys, seen(), 0.0f);
       if (c.drops) survive(c, r, first, keys, kept());
-      if (modified) weigh<true>(b, keys, sight);
+      if (units.modified) weigh<true>(b, keys, sight);
       else weigh<false>(b, keys, sight);
-      if (modified) unwind(b, chunk, first, keys);
+      if (units.modified) unwind(b, chunk, first, keys);
       if (c.dv.data) add_to_keys(r, p, narrow_p, b.dout_rows, dim_v, dv_tile + skip * dim_v, keys);
       if (!c.dq.data && !c.dk.data) continue;
       narrow(r, keys);
       if (c.dk.data) add_to_keys(r, s, narrow_s, b.q_rows, dim, dk_tile + skip * dim, keys);
-      if (c.dq.data) add_to_queries(q, head, b, first, skip, keys, holes, k0, n, other_is_whole);
+      if (c.dq.data) add_to_queries(q, head, b, first, skip, keys, holes, n);
     }
   }
 
@@ -225,14 +201,14 @@ struct Worker {
   template <bool MODIFIED>
   void weigh(const Block& b, int keys, Sight sight) {
     const int ld = b.rows.lanes;
-    const Vec per_unit = all(unit), log2e = all((float)LOG2E), keep = all((float)c.keep_scale);
+    const Vec per_unit = all(units.unit), log2e = all((float)LOG2E), keep = all((float)c.keep_scale);
     for (int i = 0; i < keys; i++)
       for (int j = 0; j < ld; j += VL) {
         float *score = s.floats() + i * ld + j, *product = p.floats() + i * ld + j;
         // In natural units the difference comes first: a score of -3e38 must not overflow by log2(e).
         Vec t = MODIFIED ? load(score) - load(b.lse + j) : fma(load(score), per_unit, all(0.0f) - load(b.lse + j));
         t = t - load(b.rest + j);
-        const Vec weight = exp2<E::COARSE>(MODIFIED ? t * log2e : t);
+        const Vec weight = exp2<E::DEPTH == 2>(MODIFIED ? t * log2e : t);
         Vec dp = load(product), left = weight;
         if (c.drops) {
           const Lanes stays = lanes(kept()[i], j / VL);
@@ -258,19 +234,16 @@ struct Worker {
         for (int m = 0; m < keys; m++) total += s.floats()[m * ld + i] * (float)(diagonal > m ? diagonal - m : m - diagonal);
         c.dalibi[(chunk * c.batch + number) * c.heads_q + r.query_head(i)] -= total;
       }
-    const auto to = [&](int lane, int64_t key) -> float* {
-      return c.dbias + chunk * c.dbias_chunk + number * c.dbias_batch + r.query_head(lane) * c.dbias_head + key * c.dbias_k +
-             (c.dbias_kind == BIAS_K ? 0 : r.query(lane));
-    };
-    if (c.dbias_kind == BIAS_QK)
-      for (int m = 0; m < keys; m++) {
-        int i = 0;
-        for (; r.heads == 1 && i + VL <= r.count; i += VL) store(to(i, k0 + m), load(to(i, k0 + m)) + load(s.floats() + m * ld + i));
-        for (; i < r.count; i++) *to(i, k0 + m) += s.floats()[m * ld + i];
-      }
-    else if (c.dbias_kind != NO_BIAS)
-      for (int i = 0; i < r.count; i++)
-        for (int m = 0; m < keys; m++) *to(i, k0 + m) += s.floats()[m * ld + i];
+    for (int m = 0; c.dbias && m < keys; m++) {
+      const float* ds = s.floats() + m * ld;
+      const auto to = [&](int lane) {
+        return c.dbias + chunk * c.dbias_chunk + number * c.dbias_batch + r.query_head(lane) * c.dbias_head +
+               (k0 + m) * c.dbias_k + r.query(lane) * c.dbias_q;
+      };
+      int i = 0;
+      for (; r.heads == 1 && c.dbias_q && i + VL <= r.count; i += VL) store(to(i), load(to(i)) + load(ds + i));
+      for (; i < r.count; i++) *to(i) += ds[i];
+    }
     if (c.softcap != 0)
       for (int64_t i = 0; i < keys * ld; i += VL) store(s.floats() + i, load(s.floats() + i) * load(slope.floats() + i));
   }
@@ -299,38 +272,18 @@ struct Worker {
 #if HAS_PAIRS
       if (&tile == &p)
         for (int i = 0; i < keys * r.lanes; i += VL) to_bf16((uint16_t*)narrow_p.data + i, load(p.floats() + i));
-      multiply<E, true>({narrow_tile.bytes(), r.lanes * 2, 4}, right(other, ld), to, ld, keys, (int)ld, r.lanes / 2);
+      multiply<E, true>({narrow_tile.bytes(), r.lanes * 2, 4}, right(other, ld), to, ld, keys, ld, r.lanes / 2);
 #endif
-    } else multiply<E, true>({tile.bytes(), r.lanes * 4, 4}, right(other, ld), to, ld, keys, (int)ld, r.count);
+    } else multiply<E, true>({tile.bytes(), r.lanes * 4, 4}, right(other, ld), to, ld, keys, ld, r.count);
   }
 
   // dq [dim][lanes] += K^T dS. Keys that no row sees may hold NaN and count as zeros.
-  void add_to_queries(const Sequence& q, int64_t head, Block& b, int64_t first, int64_t skip, int keys, bool holes, int64_t k0,
-                      int n, bool& other_is_whole) {
-    (void)k0, (void)n, (void)other_is_whole;
-    const int64_t lanes_ = b.rows.lanes;
-    if constexpr (E::DEPTH == 2) {
-#if HAS_PAIRS
-      const bool odd = keys % 2 && skip + keys < n;  // what stands beside the last key must not be read
-      if (holes || odd) {
-        turn_keys(c, c.k, q, head, first, keys, holes ? seen() : nullptr, c.dim, (uint16_t*)k_other.data, KEYS + 32);
-        other_is_whole = false;
-        skip = 0;
-      } else if (!other_is_whole) {
-        turn_keys(c, c.k, q, head, k0, n, nullptr, c.dim, (uint16_t*)k_other.data, KEYS + 32);
-        other_is_whole = true;
-      }
-      multiply<E, true>({k_other.bytes() + skip * 2, (KEYS + 32) * 2, 4}, right(pairs_s.floats(), lanes_), b.dq, lanes_,
-                        (int)c.dim, (int)lanes_, (keys + 1) / 2);
-#endif
-    } else {
-      const char* from = k.bytes() + skip * c.dim * 4;
-      if (holes) {
-        gather<T>(c, c.k, q, head, first, keys, seen(), c.dim, k_other.floats(), c.dim);
-        from = k_other.bytes();
-      }
-      multiply<E, true>({from, 4, c.dim * 4}, right(s.floats(), lanes_), b.dq, lanes_, (int)c.dim, (int)lanes_, keys);
-    }
+  void add_to_queries(const Sequence& q, int64_t head, Block& b, int64_t first, int64_t skip, int keys, bool holes, int n) {
+    const int64_t ld = b.rows.lanes;
+    Left left = as_columns<E>(E::DEPTH == 2 ? KeyTile{k_columns.bytes(), (KEYS + 32) * 2} : KeyTile{k.bytes(), c.dim * 4}, skip);
+    if (holes || (keys % E::DEPTH && skip + keys < n))  // what stands beside the last key must not be read
+      left = as_columns<E>(copy_columns<E, T>(c, c.k, q, head, first, keys, holes ? seen() : nullptr, c.dim, own), 0);
+    multiply<E, true>(left, right(E::DEPTH == 2 ? pairs_s.floats() : s.floats(), ld), b.dq, ld, c.dim, ld, parts(keys, E::DEPTH));
   }
 
   void write_keys(const Sequence& q, int64_t head, int64_t begin, int64_t end, int64_t base, bool zero) {
@@ -343,18 +296,17 @@ struct Worker {
   static void write_row(char* to, const float* from, int64_t n, float scale, bool zero) {
     for (int64_t d = 0; d < n; d += VL) {
       const Vec x = zero ? all(0.0f) : load(from + d) * all(scale);
-      if (d + VL <= n) store_as<T>(to + d * SIZE<T>, x);
-      else store_some<T>(to + d * SIZE<T>, x, (int)(n - d));
+      store_some<T>(to + d * SIZE<T>, x, n - d);
     }
   }
 };
 
 template <class E, int T>
 void backward(const Call& c) {
-  const Layout layout(c);
+  const Plan plan(c);
   const int64_t chunks = find_chunks(c), span = c.k_to - c.k_from;
-  const int64_t chunk_keys = most<int64_t>(round_up(parts(span, chunks), KEYS), KEYS), size = layout.size();
-  const Buffer own(chunks > 1 && !c.dq_parts ? chunks * layout.blocks * size * 4 : 0);
+  const int64_t chunk_keys = most<int64_t>(round_up(parts(span, chunks), KEYS), KEYS), size = dq_size(c);
+  const Buffer own(chunks > 1 && !c.dq_parts ? chunks * plan.blocks * size * 4 : 0);
   float* dq_parts = c.dq_parts ? c.dq_parts : own.floats();
   const int64_t sequences = c.join_batch ? 1 : c.n_members, heads = c.join_heads ? 1 : c.heads_k;
   const int64_t at_once = c.join_batch ? c.n_members : 1, heads_at_once = c.join_heads ? c.heads_k : 1;
@@ -362,9 +314,9 @@ void backward(const Call& c) {
   {
     if (own.data) {
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < chunks * layout.blocks; i++) std::memset(own.floats() + i * size, 0, (size_t)size * 4);
+      for (int64_t i = 0; i < chunks * plan.blocks; i++) std::memset(own.floats() + i * size, 0, (size_t)size * 4);
     }
-    Worker<E, T> worker(c, layout, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
+    Worker<E, T> worker(c, plan, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < sequences * heads * chunks; n++) {
       const int64_t chunk = n % chunks, begin = c.k_from + chunk * chunk_keys;
@@ -374,16 +326,12 @@ void backward(const Call& c) {
     }
     if (dq_parts && c.dq.data && (c.last || own.data)) {
 #pragma omp for schedule(static)
-      for (int64_t n = 0; n < layout.blocks; n++) {
+      for (int64_t n = 0; n < plan.blocks; n++) {
         float* total = dq_parts + n * size;
         for (int64_t chunk = 1; chunk < chunks; chunk++)
           for (int64_t i = 0; i < size; i += VL)
-            store(total + i, load(total + i) + load(total + chunk * layout.blocks * size + i));
-        int64_t i = 0;
-        while (layout.first(i + 1) <= n) i++;
-        const Sequence s = sequence(c, i);
-        const int64_t per_head = cut(c, s).count, within = n - layout.first(i);
-        worker.write_queries(make_rows(c, s, within / per_head, within % per_head), total);
+            store(total + i, load(total + i) + load(total + chunk * plan.blocks * size + i));
+        worker.write_queries(plan.rows(n), total);
       }
     }
   }
@@ -393,19 +341,14 @@ void backward(const Call& c) {
 
 // What the caller provides room for: chunks of the keys; floats of dq_parts.
 extern "C" __attribute__((visibility("default"))) void onchip_backward_sizes(const Call* call, int64_t* sizes) {
-  const Layout layout(*call);
   sizes[0] = find_chunks(*call);
-  sizes[1] = sizes[0] * layout.blocks * layout.size();
+  sizes[1] = sizes[0] * Plan(*call).blocks * dq_size(*call);
 }
 
 extern "C" __attribute__((visibility("default"))) void onchip_backward(const Call* call) {
   switch (call->dtype) {
     case FLOAT: return backward<Floats, FLOAT>(*call);
-#if HAS_PAIRS
     case BF16: return backward<Pairs, BF16>(*call);
-#else
-    case BF16: return backward<Floats, BF16>(*call);
-#endif
     case FP16: return backward<Floats, FP16>(*call);
   }
 }

@@ -45,9 +45,9 @@ struct Call {
   int64_t drops, threshold, seed;  // drops: whether there is dropout; a word below threshold (up to 2^32) drops its pair
   double keep_scale;
 
-  // Gradients of the score. dbias_kind: NO_BIAS, or what of (q, k) it keeps; strides in floats, q contiguous.
+  // Gradients of the score, null where not wanted. Strides in floats, 0 where summed over; dbias_q is 0 or 1.
   float *dbias, *dalibi;  // dalibi (chunks, batch, heads_q)
-  int64_t dbias_kind, dbias_chunk, dbias_batch, dbias_head, dbias_k;
+  int64_t dbias_chunk, dbias_batch, dbias_head, dbias_q, dbias_k;
   int64_t join_batch, join_heads;  // whether one worker takes all sequences, or all heads, in turn: they share a dbias
 
   int64_t splits, chunks;  // of the keys: forward, backward; results depend on them, never on threads
@@ -55,8 +55,6 @@ struct Call {
   int64_t last;            // whether this call is the last to add to dq_parts
   int64_t threads;
 };
-
-enum BiasKind { NO_BIAS = 0, BIAS_QK = 1, BIAS_Q = 2, BIAS_K = 3 };
 
 INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT ? 4 : 2; }
 
@@ -89,13 +87,17 @@ INLINE N most(N a, N b) { return a > b ? a : b; }
 INLINE int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return parts(n, to) * to; }
 
-#include <cstdlib>
-
 // Memory of one thread; plain so that no template of the standard library is compiled for one instruction set and
 // picked by the linker for another.
 struct Buffer {
   void* data = nullptr;
-  explicit Buffer(int64_t bytes) { if (bytes > 0) data = std::aligned_alloc(64, round_up(bytes + 64, 64)); }
+  explicit Buffer(int64_t bytes) {
+    if (bytes <= 0) return;
+    data = std::aligned_alloc(64, round_up(bytes + 64, 64));
+#if defined(ONCHIP_POISON)  // sanitizer builds: what is read before it is written shows as NaN
+    std::memset(data, 0xFF, round_up(bytes + 64, 64));
+#endif
+  }
   ~Buffer() { std::free(data); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

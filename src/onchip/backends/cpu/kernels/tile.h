@@ -176,8 +176,8 @@ static void survive(const Call& c, const Rows& r, int64_t k0, int n, uint64_t* k
         Ints high0, low0, high1, low1;
         multiply(c0, all((int32_t)0xD2511F53u), high0, low0);
         multiply(c2, all((int32_t)0xCD9E8D57u), high1, low1);
-        c0 = exclusive_or(exclusive_or(high1, c1), all((int32_t)key0));
-        c2 = exclusive_or(exclusive_or(high0, c3), all((int32_t)key1));
+        c0 = high1 ^ c1 ^ all((int32_t)key0);
+        c2 = high0 ^ c3 ^ all((int32_t)key1);
         c1 = low1;
         c3 = low0;
       }
@@ -200,7 +200,14 @@ INLINE void hide(float* s, int width, int n, const uint64_t* bits, float with) {
 
 // Scores.
 
-INLINE bool modifies(const Call& c) { return c.softcap != 0 || c.alibi || c.bias; }
+constexpr double LOG2E = 1.4426950408889634;
+
+struct Units {  // a weight is 2^(unit * score - what its row's softmax subtracts)
+  bool modified;  // scores are not the products, and in natural units
+  float unit;
+  explicit Units(const Call& c)
+      : modified(c.softcap != 0 || c.alibi || c.bias || c.scale <= 0), unit((float)(modified ? LOG2E : c.scale * LOG2E)) {}
+};
 
 template <int T>
 static void read_bias(const Call& c, const Rows& r, int64_t k0, int n, float* tile) {  // tile [n][lanes]
@@ -274,13 +281,7 @@ INLINE KeyTile find_keys(const Call& c, const Strided& t, const Sequence& s, int
 
 template <int T>
 INLINE void widen(const char* from, float* to, int64_t n) {
-  int64_t i = 0;
-  for (; i + VL <= n; i += VL) store(to + i, load_as<T>(from + i * SIZE<T>));
-  if (i < n) {
-    alignas(64) float last[VL];
-    store(last, load_some<T>(from + i * SIZE<T>, (int)(n - i)));
-    std::memcpy(to + i, last, (size_t)(n - i) * 4);
-  }
+  for (int64_t i = 0; i < n; i += VL) store_some<FLOAT>((char*)(to + i), load_some<T>(from + i * SIZE<T>, n - i), n - i);
 }
 
 // n keys as floats [n][ld], zeros where no row sees a key (bits, if not null) and past dim: 0 * NaN would reach the sums.
@@ -300,26 +301,25 @@ static void gather(const Call& c, const Strided& t, const Sequence& s, int64_t h
   }
 }
 
-// Rows of Q (or dout) as columns: to [dim][lanes], elements as E wants them; sign -1, 0 or 1 multiplies them.
+// Rows of Q (or dout) as columns: to [dim][lanes], elements as E wants them.
 template <class E, int T>
-static void pack_columns(const Strided& t, const Rows& r, int64_t dim, int sign, float* to, const bool* blind = nullptr) {
-  constexpr int unit = E::DEPTH == 2 ? 4 : SIZE<T>;           // bytes of an element
-  const int64_t bytes = dim * SIZE<T>, elements = parts(dim, E::DEPTH);
-  const Ints flip = all(sign < 0 ? (int32_t)(E::DEPTH == 2 ? 0x80008000u : 0x80000000u) : 0);
+static void pack_columns(const Strided& t, const Rows& r, int64_t dim, float* to, const bool* blind = nullptr) {
+  constexpr int unit = E::DEPTH == 2 ? 4 : SIZE<T>;  // bytes of an element
+  const int64_t elements = parts(dim, E::DEPTH);
   for (int j = 0; j < r.lanes; j += VL)
     for (int64_t d = 0; d < elements; d += VL) {
-      const int64_t left = bytes - d * unit;
+      const int64_t left = least<int64_t>(dim * SIZE<T> - d * unit, unit * VL);
       Vec square[VL];
       for (int i = 0; i < VL; i++) {
         square[i] = all(0.0f);
-        if (j + i >= r.count || sign == 0 || (blind && blind[j + i])) continue;
+        if (j + i >= r.count || (blind && blind[j + i])) continue;
         const char* row = at(t, r.sequence.q_batch, r.sequence.q_start + r.query(j + i), r.query_head(j + i)) + d * unit;
-        if (E::DEPTH == 2) square[i] = left >= 4 * VL ? load((const float*)row) : load_bytes(row, left);
-        else square[i] = left >= VL * unit ? load_as<T>(row) : load_some<T>(row, (int)(left / unit));
+        if (E::DEPTH == 1) square[i] = load_some<T>(row, left / unit);
+        else if (left == 4 * VL) square[i] = load((const float*)row);
+        else std::memcpy(&square[i], row, (size_t)left);
       }
       transpose(square);
-      for (int64_t i = 0; i < least<int64_t>(VL, elements - d); i++)
-        store(to + (d + i) * r.lanes + j, as_vec(exclusive_or(as_ints(square[i]), flip)));
+      for (int64_t i = 0; i < least<int64_t>(VL, elements - d); i++) store(to + (d + i) * r.lanes + j, square[i]);
     }
 }
 
@@ -334,8 +334,7 @@ static void unpack_columns(const Strided& t, const Rows& r, int64_t dim, const f
       transpose(square);
       for (int i = 0; i < least(VL, r.count - j); i++) {
         char* row = at(t, r.sequence.q_batch, r.sequence.q_start + r.query(j + i), r.query_head(j + i)) + d * SIZE<T>;
-        if (n == VL) store_as<T>(row, square[i]);
-        else store_some<T>(row, square[i], n);
+        store_some<T>(row, square[i], n);
       }
     }
 }

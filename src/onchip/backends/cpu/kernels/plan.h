@@ -1,0 +1,101 @@
+// How the forward pass is cut: blocks of rows, pieces of work that take some blocks through the keys together, splits of
+// the keys.
+#pragma once
+
+#include "tile.h"
+
+constexpr int DOT_ROWS = VL >= 8 ? 8 : 4;  // at most so many rows are worth dot products, whose lanes run along dim
+
+struct Plan {
+  const Call& call;
+  // Where all rows are few, reading K and V is the work: a piece is the blocks of all heads, whose keys lie side by side.
+  // Else it is a few blocks of one head, for which a tile of keys is packed once, and as many as fit a core's L2.
+  bool decoding, neighbours;  // neighbours: whether K and V of all heads of a key lie side by side then
+  int64_t splits, blocks = 0, pieces = 0;
+  int64_t together, at_once;  // most blocks of a piece; keys of a tile
+  Buffer starts;              // of each sequence: its first block, its first piece
+
+  explicit Plan(const Call& c)
+      : call(c), decoding((c.q_to - c.q_from) * c.heads_q <= DOT_ROWS * c.heads_k),
+        neighbours(decoding && c.k.head == c.dim * size_of(c.dtype) && c.v.head == c.dim_v * size_of(c.dtype)), splits(c.splits),
+        starts((c.n_members + 1) * 16) {
+    const int64_t dims = most<int64_t>(c.dim + c.dim_v, 1);
+    for (int64_t i = 0; i < c.n_members; i++) blocks += c.heads_k * cut(c, sequence(c, i)).count;
+    // 32 pieces keep the cores of one socket busy; a split of fewer than 512 keys costs more to join than it brings.
+    together = decoding ? c.heads_k : most<int64_t>(1, least(blocks / 32, (1 << 18) / (ROWS * dims * 4)));
+    at_once = decoding ? least<int64_t>(128, most<int64_t>(16, (1 << 18) / (c.heads_k * dims * size_of(c.dtype)) / 16 * 16)) : KEYS;
+    blocks = 0;
+    for (int64_t i = 0; i <= c.n_members; i++) {
+      first(i, 0) = blocks;
+      first(i, 1) = pieces;
+      const int64_t count = i < c.n_members ? cut(c, sequence(c, i)).count : 0;  // of a head
+      blocks += c.heads_k * count;
+      pieces += decoding ? count > 0 : c.heads_k * parts(count, together);
+    }
+    if (splits == 0) splits = pieces >= 32 || pieces == 0 ? 1 : least(parts(32, pieces), most<int64_t>(c.seqlen_k / 512, 1));
+  }
+  int64_t& first(int64_t i, int which) const { return ((int64_t*)starts.data)[2 * i + which]; }
+  int64_t find(int64_t n, int which) const {  // the sequence that a block, or a piece, is of
+    int64_t low = 0, high = call.n_members;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (first(middle, which) <= n ? low : high) = middle;
+    }
+    return low;
+  }
+  int64_t begin(int64_t piece, int64_t& count) const {  // the first block of a piece, and how many it has
+    const int64_t i = find(piece, 1), within = piece - first(i, 1), of_head = (first(i + 1, 0) - first(i, 0)) / call.heads_k;
+    if (decoding) return count = call.heads_k, first(i, 0);
+    const int64_t of_pieces = parts(of_head, together), at = within % of_pieces * together;
+    count = least(together, of_head - at);
+    return first(i, 0) + within / of_pieces * of_head + at;
+  }
+  Rows rows(int64_t block) const {
+    const int64_t i = find(block, 0), of_head = (first(i + 1, 0) - first(i, 0)) / call.heads_k, within = block - first(i, 0);
+    return make_rows(call, sequence(call, i), within / of_head, of_head - 1 - within % of_head);  // causal: longest first
+  }
+};
+
+// Running sums of a block: out of weights 2^(unit * (score - row_max)), and the weights' sum. out is [dim_v][lanes], or
+// [rows][whole vectors of dim_v] while dot products add to it.
+struct State {
+  float *row_max, *row_sum, *out;
+  explicit State(float* at) : row_max(at), row_sum(at + ROWS), out(at + 2 * ROWS) {}
+  static int64_t size(const Call& c) { return (round_up(c.dim_v, VL) + 2) * ROWS; }
+};
+
+struct Part {  // a block on its way through the keys
+  Rows rows;
+  State state;
+  float* q;
+  bool fresh;
+};
+
+// The keys and values after a tile, asked for by lines of 64 bytes in the order in which they lie in memory, where heads are
+// neighbours: then the rows of one lie a page apart, and no hardware prefetcher follows. Requests go out all through the
+// computation, keys and values in turn, at a distance: too many at once are dropped or hold up what follows. (Two cores of
+// a Zen 5, 65536 keys of 8 x 128 floats: 25 GB/s without, 34 in bursts of four lines, 35 to 45 like this.)
+struct Ahead {
+  const Call& c;
+  Sequence sequence;
+  int64_t key, end, left = 0;  // lines left of this key, of the longer of the two
+  const char *k = nullptr, *v = nullptr;
+
+  void start(const Sequence& s, int64_t from, int64_t to) {
+    sequence = s, key = from, end = to, left = 0;
+    if (key < end) find();
+  }
+  void find() {
+    int64_t run;
+    k = find_keys(c, c.k, sequence, 0, key, run).data;
+    v = find_keys(c, c.v, sequence, 0, key, run).data;
+    left = parts(c.heads_k * most(c.dim, c.dim_v) * size_of(c.dtype), 64);
+  }
+  inline __attribute__((always_inline)) void fetch() {  // a line of each
+    if (left == 0) return;
+    __builtin_prefetch(k);
+    __builtin_prefetch(v);
+    k += 64, v += 64;
+    if (--left == 0 && ++key < end) find();
+  }
+};
