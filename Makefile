@@ -19,7 +19,7 @@ HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types clean
+.PHONY: help demo test native lint format types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -32,6 +32,9 @@ test: $(VENV)/.test $(VENV)/.triton $(VENV)/.native  ## run the whole test suite
 	  OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS); fi
 	if command -v chromium >/dev/null; then $(PY) -m pytest tests/page $(PYTEST_ARGS); fi
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS)
+
+native: $(VENV)/.test $(VENV)/.native  ## more checks of the native CPU kernels: wheel, instruction sets, sanitizers
+	$(PY) tests/native_checks.py wheel isas sanitize driver $(NATIVE_ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	$(VENV)/bin/ruff check src tests benchmarks shims
@@ -70,6 +73,7 @@ $(VENV)/.triton: $(VENV)/.test
 # The native CPU kernels, in place, where a C++ compiler is; without one the tiled loop serves everything.
 $(VENV)/.native: CMakeLists.txt $(wildcard src/onchip/backends/cpu/kernels/*) $(VENV)/.test
 	if command -v c++ >/dev/null; then \
+	  rm -rf src/onchip/backends/cpu/lib; \
 	  PATH="$(abspath $(VENV))/bin:$$PATH"; cmake -S . -B build/native -G Ninja && cmake --build build/native && \
 	  cmake --install build/native --prefix src; else echo "no C++ compiler: no native CPU kernels"; fi
 	touch $@

@@ -80,21 +80,27 @@ def both_passes(
     ours, theirs = inputs(*shape, dtype, grad=True)
     mask = onchip.causal() if causal else None
     facts = {"shape": shape, "dtype": str(dtype)[6:], "mask": "causal" if causal else "full"}
+    yield from both_ways(facts, ours, theirs, {"mask": mask}, {"is_causal": causal})
+
+
+def both_ways(
+    facts: dict, ours: list, theirs: list, options: dict, other: dict
+) -> Iterator[tuple[dict, Calls]]:
     with torch.no_grad():
-        calls = {"onchip": lambda: attend(ours, mask=mask), "sdpa": lambda: sdpa(theirs, is_causal=causal)}
+        calls = {"onchip": lambda: attend(ours, **options), "sdpa": lambda: sdpa(theirs, **other)}
         yield {"case": "forward", **facts}, calls
-    out, other = attend(ours, mask=mask), sdpa(theirs, is_causal=causal)
+    out, out_sdpa = attend(ours, **options), sdpa(theirs, **other)
     dout = torch.randn_like(out)
     calls = {
         "onchip": lambda: torch.autograd.grad(out, ours, dout, retain_graph=True),
-        "sdpa": lambda: torch.autograd.grad(other, theirs, dout.transpose(1, 2), retain_graph=True),
+        "sdpa": lambda: torch.autograd.grad(out_sdpa, theirs, dout.transpose(1, 2), retain_graph=True),
     }
     yield {"case": "backward", **facts}, calls
 
 
 def features() -> Iterator[tuple[dict, Calls]]:
     heads, n = 8, 4096
-    ours, theirs = inputs(heads, heads, n, 64, torch.float32, grad=False)
+    ours, theirs = inputs(heads, heads, n, 64, torch.float32, grad=True)
     q, k = torch.arange(n)[:, None], torch.arange(n)
     window, random = (k <= q) & (k > q - 512), torch.rand(n, n) < 0.5
     bias = torch.randn(heads, n, n)
@@ -106,11 +112,8 @@ def features() -> Iterator[tuple[dict, Calls]]:
         "dropout 0.1": ({"dropout": 0.1}, {"dropout_p": 0.1}),
     }
     for name, (options, other) in cases.items():
-        facts = {"case": "feature", "shape": (heads, heads, n, 64), "dtype": "float32", "mask": name}
-        yield (
-            facts,
-            {"onchip": lambda o=options: attend(ours, **o), "sdpa": lambda o=other: sdpa(theirs, **o)},
-        )
+        facts = {"shape": (heads, heads, n, 64), "dtype": "float32", "mask": name}
+        yield from both_ways(facts, ours, theirs, options, other)
     ours, theirs = inputs(8, 8, 256, 64, torch.float32, grad=False)
     other = torch.randn(256, 256)
     facts = {"case": "small", "shape": (8, 8, 256, 64), "dtype": "float32", "mask": "full, after a torch op"}
@@ -172,7 +175,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--backend", choices=list(select.BACKENDS))
-    parser.add_argument("--only", help="cases to run: forward,backward,feature,small,decode")
+    parser.add_argument("--only", help="cases to run: forward,backward,small,decode")
     args = parser.parse_args()
     BACKEND = args.backend
     wanted = None if args.only is None else args.only.split(",")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -56,6 +57,34 @@ def test_plan_of_packed_sequences(capsys):
     )
 
 
+@pytest.mark.parametrize("pages", [False, True])
+def test_plan_of_a_cache(capsys, pages):
+    """One query of each sequence, over the keys that it has; pages hold no more than they must."""
+    sizes = ("-H", "8", "--heads-k", "2", "-d", "64", "--dtype", "bf16", "--device", "H200", "-m", "causal")
+    more = ("--page-size", "16") if pages else ()
+    assert not call("plan", "--cache", "300,17,1000", "--append", "1", *sizes, *more)
+    text = capsys.readouterr().out
+    row = 2 * 2 * 128  # bytes of a key and its value
+    room = row * (16 * (19 + 2 + 63) if pages else 3 * 1000)
+    for part in (
+        "batch 3 over a cache, 1 x 17 to 1,000, heads 8/2",
+        f"{row * 1317 / 2**20:.1f} MiB of keys and values, in room for {room / 2**20:.1f} MiB",
+        "append     1 to each sequence: 1.5 KiB read, 1.5 KiB written",
+        f"{8 * 1317:,} visible pairs",
+        "floor      forward",
+        "memory-bound",
+    ):
+        assert part in text, part
+    assert ("in pages of 16" in text) == pages and "backward" not in text
+    assert not call("plan", "--cache", "300", "-b", "2", "-n", "4", *sizes, *more, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["cache"] == {
+        "lengths": [300, 300], "new": 0, "appended": 0, "slots": 608 if pages else 600,
+        "page_size": 16 if pages else None,
+    }  # fmt: skip
+    assert found["problem"]["seqlen_q"] == 4 and set(found["floor"]) == {"forward"}
+
+
 def test_plan_of_a_gpu_that_is_not_named(capsys):
     """Without one here there are no times, and none of another device in their place."""
     assert not call("plan", "-n", "64", "--device", "cuda")
@@ -84,6 +113,18 @@ def test_plan_of_a_gpu_that_is_not_named(capsys):
         (("plan", "--softcap", "0"), "softcap"),
         (("plan", "-m", "blocks(0.5, 0)"), "tile.*0"),
         (("plan", "--lengths", "3,x"), "lengths.*3,x"),
+        (("plan", "--cache", "3,x"), "--cache.*3,x"),
+        (("plan", "--cache", "0"), "--cache.*0"),
+        (("plan", "--cache", "9", "--append", "10"), "--append.*10"),
+        (("plan", "--cache", "9", "--seqlen-k", "9"), "--seqlen-k"),
+        (("plan", "--cache", "9", "--lengths", "9"), "cache.*lengths"),
+        (("plan", "--page-size", "9"), "--page-size.*--cache"),
+        (("plan", "--append", "9"), "--append.*--cache"),
+        (("plan", "--cache", "9", "--page-size", "0"), "--page-size"),
+        (
+            ("plan", "--cache", "9", "--device", "H200", "--backend", "hopper", "--dtype", "bf16"),
+            "hopper.*cache",
+        ),
         (("plan", "--device", "A100", "--backend", "hopper", "--dtype", "bf16"), "A100.*no Hopper"),
         (("plan", "--device", "H100", "--backend", "hopper"), "hopper.*float32"),
         (("verify", "--lengths", "0"), "lengths"),
@@ -171,19 +212,33 @@ def test_verify(capsys):
         assert name in text
 
 
-def test_doctor(capsys, monkeypatch):
-    monkeypatch.setattr(select.load("cpu"), "status", lambda: "fast kernels of my own", raising=False)
+def test_doctor(capsys):
     assert not call("doctor")
     text = capsys.readouterr().out
     assert f"onchip          {onchip.__version__}" in text and len(text.splitlines()) <= 24
-    assert "backend cpu       usable on cpu; fast kernels of my own" in text
     for name in select.BACKENDS:
-        assert f"backend {name}" in text
+        assert len(re.findall(f"^backend {name} ", text, re.M)) == 1
     assert "not installed" in text and "to bench against" in text
     assert not call("doctor", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["backends"]["cpu"]["refused"] is None
     assert set(found) == {"machine", "packages", "backends", "peers"}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_doctor_of_the_two_cpu_backends(capsys, monkeypatch, there):
+    """A row each: which native kernels, or why there are none, is said once, in theirs."""
+    monkeypatch.setattr(select.load("cpu"), "status", lambda: "fast kernels of my own", raising=False)
+    why = None if there else "there is no compiler"
+    monkeypatch.setattr(select.load("native"), "refuse", lambda problem: why)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not call("doctor")
+    rows = {
+        line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("backend")
+    }
+    wanted = "usable on cpu; fast kernels of my own" if there else "no: there is no compiler"
+    assert rows["native"] == f"backend native    {wanted}"
+    assert rows["cpu"] == "backend cpu       usable on cpu: the tiled loop of torch operations"
 
 
 def test_doctor_of_a_backend_that_breaks(monkeypatch):

@@ -93,6 +93,8 @@ def test_block_sparse_tensors():
             ),
             q, k, v, visible=visible,
         )  # fmt: skip
+    both = fa4.flash_attn_func(q, k, v, block_sparse_tensors=tensors, block_sparse_tensors_bwd=tensors)[0]
+    assert torch.equal(both, fa4.flash_attn_func(q, k, v, block_sparse_tensors=tensors)[0])
     no_full = BlockSparseTensorsTorch(*lists(partial), block_size=(16, 16))
     compare(
         lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=rule, block_sparse_tensors=no_full),
@@ -147,6 +149,7 @@ def test_pages():
         (lambda x: fa4.flash_attn_varlen_func(x, x, x, block_sparse_tensors=()), "block_sparse_tensors"),
         (lambda x: fa4.flash_attn_varlen_func(x, x, x, page_table=cu([0]), seqused_q=cu([1])), "seqused_q"),
         (lambda x: fa4.flash_attn_combine(x, x, seqused=cu([1])), "seqused"),
+        (lambda x: fa4.flash_attn_combine(x, x, virtual_batch_idx=cu([1])), "virtual_batch_idx"),
         (lambda x: fa4._flash_attn_fwd(None, None, x, x), "q, k: None"),
         (lambda x: fa4._flash_attn_bwd(*[x] * 6, block_sparse_tensors=()), "block_sparse_tensors"),
     ],
@@ -161,7 +164,7 @@ def test_combine_and_metadata():
     parts = [fa4.flash_attn_func(q, k[:, p], v[:, p]) for p in (slice(0, 4), slice(4, 13))]
     out = torch.stack([o for o, _ in parts])
     lse = torch.stack([s for _, s in parts]).transpose(-1, -2)
-    got, got_lse = fa4.flash_attn_combine(out, lse)
+    got, got_lse = fa4.flash_attn_combine(out, lse, cu_seqlens=cu([0, 9]))
     want, want_lse = fa4.flash_attn_func(q, k, v)
     torch.testing.assert_close((got, got_lse.transpose(-1, -2)), (want, want_lse))
     assert fa4.flash_attn_combine(out, lse, return_lse=False)[1] is None

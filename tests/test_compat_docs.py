@@ -57,11 +57,34 @@ def test_no_row_is_left_over():
     assert len(rows) == len(ROW.findall(BODY)), "a row that this test cannot read"
 
 
+def sources(file):
+    """The text of every test of a file, by name, with the module's tables that it names."""
+    text = (TESTS / file).read_text(encoding="utf-8")
+    tree, lines = ast.parse(text), text.splitlines()
+    tables, found = {}, {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            tables[ast.unparse(node.targets[0])] = ast.unparse(node)
+        if isinstance(node, ast.FunctionDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return {
+        name: source + "".join(table for key, table in tables.items() if re.search(rf"\b{key}\b", source))
+        for name, source in found.items()
+    }
+
+
 def test_the_named_tests_exist():
     found = set(re.findall(r"\[(test_\w+)\]\(\.\./tests/(\w+\.py)\)", TEXT))
     assert found >= {(name, file) for *_, name, file in ROW.findall(BODY)}
     for name, file in found:
-        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
-            f"{file}::{name}"
-        )
+        assert name in sources(file), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("module", MIRRORED)
+def test_the_named_tests_call_the_function(module):
+    for name in MIRRORED[module]:
+        if not refused(module, name):
+            called = name.split(".")[0]
+            for *_, test, file in ROW.findall(SECTIONS[module, name]):
+                assert re.search(rf"\b{called}\b", sources(file)[test]), f"{module}.{name}: {file}::{test}"

@@ -1,5 +1,6 @@
 """onchip.compat.flash_attn (FlashAttention-2's names) against the dense float64 oracle."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,47 @@ def test_errors_are_onchip_s():
         flash_attn.flash_attn_func(q[None], k, v)
     with pytest.raises(ValueError, match="dropout"):
         flash_attn.flash_attn_func(q[None], k[None], v[None], dropout_p=1.5)
+    with pytest.raises(TypeError):
+        flash_attn.flash_attn_func(q[None], k[None], v[None], window_size=(3, 0, 1))
+    with pytest.raises(ValueError, match="cache_seqlens: sequence 0"):  # whatever else is given
+        flash_attn.flash_attn_with_kvcache(
+            q[None], k[None], v[None], k[None], v[None], q[:, 0, :8], q[:, 0, :8], cache_leftpad=cu([1])
+        )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_packed_tensors_of_another_shape(packed):
+    x = torch.randn(2, 5, 4, 2, 16)
+    lengths = (cu([0, 2]), 2) if packed else ()
+    pair = (cu([0, 2]), cu([0, 2]), 2, 2) if packed else ()
+    x, rows = (x[0], x[0, :2, :, 0]) if packed else (x, x[:, :, :, 0])
+    functions = (
+        (flash_attn.flash_attn_varlen_qkvpacked_func, flash_attn.flash_attn_varlen_kvpacked_func)
+        if packed
+        else (flash_attn.flash_attn_qkvpacked_func, flash_attn.flash_attn_kvpacked_func)
+    )
+    with pytest.raises(ValueError, match=r"qkv: has shape .* expected \(.*, 3, heads, dim\)"):
+        functions[0](x, *lengths)
+    with pytest.raises(ValueError, match=r"kv: has shape .* expected \(.*, 2, heads_k, dim\)"):
+        functions[1](rows, x, *pair)
+
+
+def test_numbers_of_numpy():
+    """Bindings take them; so do configurations and data loaders give them."""
+    q, k, v = qkv(2, 9, 9, 4)
+    want = flash_attn.flash_attn_func(q, k, v, softmax_scale=0.5, window_size=(3, 0), softcap=2.0)
+    numbers = {
+        "softmax_scale": np.float32(0.5),
+        "window_size": (np.int64(3), np.int32(0)),
+        "softcap": np.float32(2),
+    }
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **numbers), want)
+    starts, rows = cu([0, 9, 18]), [x.flatten(0, 1) for x in (q, k, v)]
+    limits = (np.int64(9), np.int32(9))
+    out = flash_attn.flash_attn_varlen_func(*rows, starts, starts, *limits, **numbers)
+    torch.testing.assert_close(out.view_as(want), want)
+    cached = flash_attn.flash_attn_with_kvcache(q, k, v, **numbers)
+    torch.testing.assert_close(cached, want)
 
 
 def test_dropout_repeats_with_the_generator():
@@ -302,19 +344,20 @@ def test_modules(module):
     from onchip.compat.flash_attn.modules.mha import FlashCrossAttention, FlashSelfAttention
 
     q, k, v = qkv(2, 9, 9, 4)
-    want = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0))
+    more = {"softmax_scale": 0.3, "alibi_slopes": torch.rand(4), "deterministic": True}
+    want = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), **more)
     packed = torch.stack([q, k, v], 2)
     starts = cu([0, 9, 18])
     if module == "self":
-        layer = FlashSelfAttention(causal=True, window_size=(3, 0), attention_dropout=0.5).eval()
+        layer = FlashSelfAttention(causal=True, window_size=(3, 0), attention_dropout=0.5, **more).eval()
         assert torch.equal(layer(packed), want)
         assert torch.equal(layer(packed.flatten(0, 1), cu_seqlens=starts, max_seqlen=9), want.flatten(0, 1))
         assert torch.equal(
-            layer(packed, causal=False), flash_attn.flash_attn_func(q, k, v, window_size=(3, 0))
+            layer(packed, causal=False), flash_attn.flash_attn_func(q, k, v, window_size=(3, 0), **more)
         )
         assert not torch.equal(layer.train()(packed), want)
     else:
-        layer = FlashCrossAttention(causal=True, window_size=(3, 0)).eval()
+        layer = FlashCrossAttention(causal=True, window_size=(3, 0), **more).eval()
         kv = packed[:, :, 1:]
         assert torch.equal(layer(q, kv), want)
         flat = layer(q.flatten(0, 1), kv.flatten(0, 1), None, starts, 9, starts, 9)

@@ -76,6 +76,8 @@ def test_qkvpacked(heads_q):
     if heads_q is not None:
         with pytest.raises(ValueError, match="num_heads_q"):
             fa3.flash_attn_qkvpacked_func(packed)
+        with pytest.raises(ValueError, match=r"qkv: has shape \(2, 9, 7, 16\)"):
+            fa3.flash_attn_qkvpacked_func(packed[:, :, 1:], num_heads_q=heads_q)
 
 
 def test_varlen_with_seqused():
@@ -111,6 +113,9 @@ def test_descales_of_float8():
         *flat, cu([0, 9, 18]), cu([0, 13, 26]), 9, 13, causal=True, q_descale=dq, k_descale=dk, v_descale=dv
     )
     torch.testing.assert_close(packed.view_as(out), out)
+    for wrong in (torch.tensor(2.0), torch.rand(2, 3)):
+        with pytest.raises(ValueError, match="descale: has shape"):
+            fa3.flash_attn_func(q, k, v, k_descale=wrong)
     x = qkv(2, 9, 13, 4, 2)
     plain = fa3.flash_attn_func(*x, q_descale=dq)  # for other dtypes FlashAttention-3 reads no descale either
     assert torch.equal(plain, fa3.flash_attn_func(*x))
@@ -207,7 +212,13 @@ def test_kvcache_with_qv():
     "options, named",
     [
         ({"cu_seqlens_k_new": cu([0, 1, 2])}, "cu_seqlens_k_new"),
-        ({"k_cache": torch.randn(2, 13, 2, 16).to(torch.float8_e4m3fn)}, "float8"),
+        (
+            {
+                "k_cache": torch.randn(2, 13, 2, 16).to(torch.float8_e4m3fn),
+                **dict.fromkeys(("q_descale", "k_descale", "v_descale"), torch.ones(2, 2)),
+            },
+            "float8",
+        ),
         ({"qv": torch.randn(2, 1, 4, 16), "k": torch.randn(2, 1, 2, 16)}, "qv: with k"),
         (
             {"cu_seqlens_q": cu([0, 1, 2]), "rotary_cos": torch.ones(20, 4), "rotary_sin": torch.ones(20, 4)},
@@ -239,8 +250,13 @@ def test_private_forward():
     )
     cached = fa3._flash_attn_forward(q, k, v, seqused_k=used, kv_batch_idx=cu([1, 0]))[0]
     torch.testing.assert_close(cached[:1], fa3.flash_attn_func(q[:1], k[1:, :9], v[1:, :9]))
-    with pytest.raises(NotImplementedError, match="seqused_q"):
-        fa3._flash_attn_forward(q, k, v, seqused_q=used, kv_batch_idx=cu([1, 0]))
+    for options, named in (
+        ({"seqused_q": used, "kv_batch_idx": cu([1, 0])}, "seqused_q"),
+        ({"cu_seqlens_k_new": cu([0, 1, 2])}, "cu_seqlens_k_new"),
+        ({"rotary_cos": torch.ones(20, 4), "rotary_sin": torch.ones(20, 4)}, "rotary_cos"),
+    ):
+        with pytest.raises(NotImplementedError, match=named):
+            fa3._flash_attn_forward(q, k, v, **options)
 
 
 @pytest.mark.parametrize("layout", ["dense", "varlen", "seqused"])
@@ -251,8 +267,9 @@ def test_private_backward_agrees_with_autograd(layout):
         q, k, v = (torch.randn(n, h, 16, requires_grad=True) for n, h in ((12, 4), (17, 2), (17, 2)))
         lengths = {"cu_seqlens_q": cu(CU_Q), "cu_seqlens_k": cu(CU_K), "max_seqlen_q": 7, "max_seqlen_k": 7}
         out, lse = fa3.flash_attn_varlen_func(
-            q, k, v, **lengths, causal=True, softcap=2.0, return_attn_probs=True
-        )
+            q, k, v, **lengths, softmax_scale=0.3, causal=True, window_size=(5, -1), softcap=2.0,
+            return_attn_probs=True,
+        )  # fmt: skip
     else:
         q, k, v = (x.requires_grad_() for x in qkv(2, 9, 13, 4, 2))
         if layout == "seqused":
@@ -260,7 +277,7 @@ def test_private_backward_agrees_with_autograd(layout):
         from onchip.compat.translate import attend
 
         out, lse = attend(
-            q, k, v, mask=onchip.causal(), score=onchip.Score(softcap=2.0),
+            q, k, v, mask=onchip.window(5, 0), score=onchip.Score(softcap=2.0), scale=0.3,
             **{f"used_{name[-1]}": value for name, value in used.items()},
         )  # fmt: skip
     dout = torch.randn_like(out)
@@ -269,7 +286,8 @@ def test_private_backward_agrees_with_autograd(layout):
     misspelt = {name.replace("seqused", "sequed"): value for name, value in used.items()}  # theirs
     delta = fa3._flash_attn_backward(
         dout, q, k, v, out.detach(), lse.detach(), dq=given[0].detach(), dk=given[1].detach(), dv=given[2].detach(),
-        is_causal=True, softcap=2.0, **lengths, **misspelt,
+        softmax_scale=0.3, is_causal=True, window_size_left=5, window_size_right=-1, softcap=2.0, deterministic=True,
+        sm_margin=4, **lengths, **misspelt,
     )  # fmt: skip
     for ours, theirs in zip(given, truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

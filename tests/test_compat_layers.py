@@ -58,12 +58,14 @@ def tables(positions=20, half=4):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("offset", [0, 3, torch.tensor([5, 0])], ids=["0", "int", "tensor"])
+@pytest.mark.parametrize(
+    "offset", [0, 3, torch.tensor([5, 0]), torch.tensor(2)], ids=["0", "int", "tensor", "0-d tensor"]
+)
 def test_apply_rotary_emb(interleaved, offset):
     cos, sin = tables()
     x = torch.randn(2, 6, 3, 16, requires_grad=True)
     out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offset)
-    first = offset.tolist() if isinstance(offset, torch.Tensor) else [offset] * 2
+    first = torch.as_tensor(offset).expand(2).tolist()
     want = torch.stack([turned(x[b], cos, sin, first[b], interleaved) for b in range(2)])
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     up = torch.randn_like(out)
@@ -87,6 +89,12 @@ def test_apply_rotary_emb_of_packed_sequences_and_in_place():
     y = x.clone()
     assert rotary.apply_rotary_emb(y, cos, sin, inplace=True, seqlen_offsets=offsets, cu_seqlens=starts) is y
     assert torch.equal(y, out)
+    kernel = apply_rotary(x, cos, sin, offsets, cu_seqlens=starts, max_seqlen=5)
+    assert torch.equal(kernel, out)
+    with pytest.raises(ValueError, match=r"x: has shape .* with cu_seqlens"):
+        rotary.apply_rotary_emb(x[None], cos, sin, cu_seqlens=starts)
+    with pytest.raises(ValueError, match=r"x: has shape \(9, 3, 16\), expected \(batch"):
+        rotary.apply_rotary_emb(x, cos, sin)
     with pytest.raises(ValueError, match="cos has 20 positions"):
         rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=17, cu_seqlens=starts)
 
@@ -133,13 +141,13 @@ def test_qkv_and_kv_in_place(grouped):
     torch.testing.assert_close(grads[1], apply_rotary(ups[1], *own, 2, conjugate=True))
     torch.testing.assert_close(grads[2], ups[2])
     kv = torch.stack([k, v], 2)
-    assert rotary.apply_rotary_emb_kv_(kv, cos, sin, seqlen_offsets=2) is kv
-    torch.testing.assert_close(kv[:, :, 0], rotary.apply_rotary_emb(k, cos, sin, seqlen_offsets=2))
+    assert rotary.apply_rotary_emb_kv_(kv, cos, sin, True, seqlen_offsets=2) is kv
+    torch.testing.assert_close(kv[:, :, 0], rotary.apply_rotary_emb(k, cos, sin, True, seqlen_offsets=2))
     assert torch.equal(kv[:, :, 1], v)
 
 
 def test_rotary_embedding_module():
-    layer = rotary.RotaryEmbedding(8, base=100.0)
+    layer = rotary.RotaryEmbedding(8, base=100.0, device="cpu")
     angle = torch.arange(9)[:, None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
     q, k, v = torch.randn(3, 2, 6, 4, 16)
     out = layer(torch.stack([q, k, v], 2), seqlen_offset=3)
@@ -149,6 +157,12 @@ def test_rotary_embedding_module():
     torch.testing.assert_close(got_q[1], turned(q[1], angle.cos(), angle.sin(), 0, False))
     torch.testing.assert_close(got_kv[0, :, 0], turned(k[0], angle.cos(), angle.sin(), 3, False))
     assert not list(layer.state_dict())
+    grouped = layer(torch.cat([q, k[:, :, :2], v[:, :, :2]], 2), num_heads_q=4)
+    torch.testing.assert_close(grouped[0, :, :4], turned(q[0], angle.cos(), angle.sin(), 0, False))
+    torch.testing.assert_close(grouped[0, :, 4:6], turned(k[0, :, :2], angle.cos(), angle.sin(), 0, False))
+    assert torch.equal(grouped[:, :, 6:], v[:, :, :2])
+    pairs = rotary.RotaryEmbedding(8, base=100.0, interleaved=True)(torch.stack([q, k, v], 2))
+    torch.testing.assert_close(pairs[0, :, 0], turned(q[0], angle.cos(), angle.sin(), 0, True))
     half = rotary.RotaryEmbedding(8, base=100.0).bfloat16()
     angles = half._update_cos_sin_cache(9, torch.device("cpu"), torch.float32)
     torch.testing.assert_close(angles[0], angle.cos())  # the module's cast does not touch its frequencies

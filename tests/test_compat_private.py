@@ -6,6 +6,8 @@ import torch
 import onchip
 import onchip.compat.flash_attn as flash_attn
 from checks import qkv
+from onchip import select
+from onchip.backends import cpu
 from onchip.compat.flash_attn import flash_attn_interface as fa
 from test_compat_flash_attn import CU_K, CU_Q, cu
 
@@ -79,12 +81,41 @@ def test_private_backward_of_a_part_of_the_keys():
     torch.testing.assert_close(dq, grads[0], rtol=1e-5, atol=1e-6)
 
 
+def test_private_backward_takes_an_lse_of_any_strides():
+    q, k, v = qkv(2, 9, 13, 4, 2)
+    common = (0.0, 0.25, True, -1, -1, 0.0, None)
+    out, lse, *_ = fa._flash_attn_forward(q, k, v, *common, False)
+    dout, grads = torch.randn_like(out), []
+    for rows in (lse, lse.mT.contiguous().mT, torch.stack([lse, lse], -1)[..., 0]):
+        grads.append([torch.empty_like(x) for x in (q, k, v)])
+        fa._flash_attn_backward(dout, q, k, v, out, rows, *grads[-1], *common, True)
+        torch.testing.assert_close(grads[-1], grads[0], rtol=0, atol=0)
+
+
+def test_private_backward_of_a_backend_that_leaves_it_to_another(monkeypatch):
+    """As the Hopper kernels leave their backward pass to Triton."""
+    q, k, v = qkv(1, 5, 7, 2)
+    common = (0.0, 0.25, False, -1, -1, 0.0, None)
+    out, lse, *_ = fa._flash_attn_forward(q, k, v, *common, False)
+    dout, grads = torch.randn_like(out), []
+    for left in (False, True):
+        if left:
+            monkeypatch.setattr(cpu, "BACKWARD", "reference", raising=False)
+            monkeypatch.setattr(cpu, "backward", None)
+            monkeypatch.setattr(select, "choose", lambda problem, name=None: "cpu")
+        grads.append([torch.empty_like(x) for x in (q, k, v)])
+        fa._flash_attn_backward(dout, q, k, v, out, lse, *grads[-1], *common, True)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
 def test_private_pages_and_refusals():
     pages = torch.randn(2, 9, 4, 2, 16)
     table = torch.tensor([[5, 1, 7], [0, 2, 3], [8, 6, 4]], dtype=torch.int32)
     q, used = torch.randn(12, 4, 16), cu([7, 3, 11])
     args = (cu(CU_Q), cu([0, 12, 24, 36]), 7, 12, 0.0, 0.25, True)
-    out, lse, _, _ = fa._flash_attn_varlen_forward(q, *pages, *args, block_table=table, seqused_k=used)
+    out, lse, _, _ = fa._flash_attn_varlen_forward(
+        q, *pages, *args, block_table=table, seqused_k=used, zero_tensors=True, num_splits=2
+    )
     k, v = (torch.cat([p[table[b]].flatten(0, 1)[:n] for b, n in enumerate(used)]) for p in pages)
     want = fa._flash_attn_varlen_forward(q, k, v, cu(CU_Q), cu([0, 7, 10, 21]), 7, 11, 0.0, 0.25, True)
     torch.testing.assert_close((out, lse), want[:2])

@@ -52,8 +52,8 @@ def decoded(index, data, key, dim):
 
 def settings(index, count):
     """Some of the page's settings, drawn afresh: (key, seqlen, mask number, tiles, algorithm, pass)."""
-    onchips = str(index["algorithms"].index("onchip"))
-    keys = [key for key in sorted(index["runs"]) if TRITON or key.split(",")[4] != onchips]
+    papers = [str(a) for a, name in enumerate(index["algorithms"]) if name not in ("onchip", "hopper")]
+    keys = [key for key in sorted(index["runs"]) if TRITON or key.split(",")[4] in papers]
     keys = random.Random(torch.initial_seed()).sample(keys, count)
     return [(key, *map(int, key.split(","))) for key in keys]
 
@@ -66,8 +66,8 @@ def assert_as_walked(index, data, backend, count):
         assert texts.get(str(seqlen), texts.get(seqlen)) == text
         dim = index["dims"][len(key) % len(index["dims"])]
         problem, place = tiling.make_problem(seqlen, dim, mask), Dense(1, seqlen, seqlen)
-        which = (index["algorithms"][a], index["passes"][p])
-        options = {"tiles": Tiles(m, n), "backend": backend}
+        algorithm, stands = tiling.model(index["algorithms"][a], backend)
+        which, options = (algorithm, index["passes"][p]), {"tiles": Tiles(m, n), "backend": stands}
         found, totals = decoded(index, data, key, dim)
         walked = list(steps.walk(problem, place, mask, *which, **options))
         assert found == [(s.phase, s.m_block, s.n_block, s.load, s.store) for s in walked], (key, dim, AGAIN)
@@ -86,7 +86,7 @@ def test_the_copy_is_of_this_code(copy):
         [name, about, {str(n): tiling.make_mask(name, template, n)[0] for n in tiling.SEQLENS}]
         for name, template, about in tiling.MASKS
     ], AGAIN
-    assert len(index["runs"]) == len(tiling.MASKS) * 4 * 2 * sum(
+    assert len(index["runs"]) == len(tiling.MASKS) * 5 * 2 * sum(
         len(tiling.tile_sizes(n)) ** 2 for n in tiling.SEQLENS
     )
     assert_as_walked(index, data, numbers["backend"], 60)
@@ -126,6 +126,20 @@ def test_a_problem_of_ones_own(monkeypatch):
     monkeypatch.setattr(tiling, "MASKS", (("full", "", "all"), ("yours", "causal & window(20, 0)", "mine")))
     index, data = tiling.grid("cpu", (128, 200), (64, 80), tiling.MASKS)
     assert_as_walked(index, data, "cpu", 20)
+
+
+def test_hopper_s_kernel_is_played_beside_triton_s(copy):
+    """Under a causal mask: as much is moved, from the last keys of a row to its first."""
+    index, data, _ = copy
+    assert index["algorithms"] == list(tiling.algorithms("triton"))
+    number = [name for name, *_ in tiling.MASKS].index("causal")
+    triton, hopper = (
+        decoded(index, data, f"1024,{number},128,64,{index['algorithms'].index(name)},0", 64)
+        for name in ("onchip", "hopper")
+    )
+    assert triton[1] == hopper[1] and [n for _, m, n, *_ in hopper[0] if m == 7] == list(range(15, -1, -1))
+    assert hopper[0][0][1:3] == (7, 15) and triton[0][0][1:3] == (7, 0)
+    assert "hopper" not in tiling.algorithms("cpu")
 
 
 def test_masks_cover_the_library():

@@ -77,6 +77,14 @@ def test_weights_are_not_made_unasked():
     assert layer(x, x, x)[1] is None
 
 
+def test_weights_of_more_keys_than_kernels_hold_values():
+    x, hidden = torch.randn(1, 600, 16), torch.randn(600, 600)
+    options = {"attn_mask": hidden, "need_weights": True, "average_attn_weights": False}
+    want, got = (layer(x, x, x, **options)[1] for layer in pair(batch_first=True))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    got.square().sum().backward()
+
+
 def test_dropout_in_training_only():
     layer = MultiheadAttention(16, 4, dropout=0.5)
     x = torch.randn(20, 2, 16)
@@ -143,11 +151,34 @@ def test_directions_and_gradients():
 
 
 @pytest.mark.parametrize(
-    "options, named", [((30, 4), "dim: got 30"), ((32, 4, 3), "heads_k: got 3"), ((12, 4), "heads of 3")]
+    "options, named",
+    [
+        ((30, 4), "dim: got 30"),
+        ((32, 4, 3), "heads_k: got 3"),
+        ((12, 4), "heads of 3"),
+        ((32, 0), "heads: got 0"),
+        ((32, -4), "heads: got -4"),
+        ((32, 4.0), "heads: got 4.0"),
+        ((32, 4, 0), "heads_k: got 0"),
+    ],
 )
 def test_errors(options, named):
     with pytest.raises(ValueError, match=named):
         SelfAttention(*options)
+
+
+def test_errors_of_a_call():
+    layer, x = SelfAttention(32, 4), torch.randn(2, 5, 32)
+    with pytest.raises(TypeError, match="window: got 3"):
+        SelfAttention(32, 4, window=3)
+    with pytest.raises(ValueError, match=r"x: has shape \(5, 32\), expected \(batch"):
+        layer(x[0])
+    with pytest.raises(ValueError, match=r"x: has shape \(2, 5, 32\), expected \(total"):
+        layer(x, cu_seqlens=torch.tensor([0, 5]))
+    for rotary_base in (10000.0, None):
+        layer = SelfAttention(32, 4, rotary_base=rotary_base)
+        with pytest.raises(ValueError, match="cu_seqlens_q: ends at 4, expected the total 5"):
+            layer(x[0], cu_seqlens=torch.tensor([0, 2, 4]))
 
 
 def test_dropout_and_layouts_that_do_not_go_together():

@@ -351,7 +351,7 @@ def test_the_cpu_s_loop_is_named():
 
 
 def test_figures_have_a_fit_unit():
-    from onchip.plan import operations, size
+    from onchip.units import operations, size
 
     assert [size(n) for n in (0, 1536, 2**20, 2**34)] == ["0.0 MiB", "1.5 KiB", "1.0 MiB", "16.0 GiB"]
     assert [operations(n) for n in (0, 2500, 2.5e6, 2.147e9, 1.7592e13)] == [

@@ -93,6 +93,8 @@ def test_causal_biases_of_torch(build):
 
 def test_scale():
     compare(rand(2, 4, 5, 8), rand(2, 4, 7, 8), rand(2, 4, 7, 8), scale=0.3)
+    q, k, v = rand(2, 4, 5, 8), rand(2, 4, 7, 8), rand(2, 4, 7, 8)
+    assert torch.equal(sdpa(q, k, v, scale=torch.tensor(0.5)), sdpa(q, k, v, scale=0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -153,8 +153,38 @@ def test_score_and_mask_with_fewer_key_heads_and_one_key_batch():
         flex_attention(q, k, v)
 
 
+class Unhashable:
+    """A score_mod that compares by value, as a dataclass does."""
+
+    def __init__(self, slope):
+        self.slope = slope
+
+    def __call__(self, score, b, h, q, k):
+        return score - self.slope * abs(q - k)
+
+    def __eq__(self, other):
+        return isinstance(other, Unhashable)
+
+
+def test_score_mods_are_told_apart_by_identity():
+    q, k, v = inputs()
+    for slope in (0.1, 0.7):
+        want = dense(q, k, v, score=Unhashable(slope))
+        out = flex_attention(q, k, v, score_mod=Unhashable(slope))
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+def test_errors():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=r"query: has shape \(4, 80, 16\)"):
+        flex_attention(q[0], k[0], v[0])
+
+
 def test_auxiliary_outputs():
     q, k, v = inputs()
+    out, lse = flex_attention(q, k, v, return_lse=True, kernel_options={"BLOCK_M": 64})
+    torch.testing.assert_close(lse, (q @ k.mT / 4).logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(out, flex_attention(q, k, v))
     aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))[1]
     torch.testing.assert_close(aux.lse, (q @ k.mT / 4).logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert flex_attention(q, k, v, return_aux=AuxRequest())[1].lse is None

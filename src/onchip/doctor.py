@@ -71,12 +71,19 @@ def _machine() -> dict[str, str]:
     return found
 
 
+def _status(name: str) -> str | None:
+    """What a backend says of itself. The CPU backend's words are of the native kernels, which are one of their own."""
+    status = (
+        None if name == "cpu" else getattr(select.load("cpu" if name == "native" else name), "status", None)
+    )
+    return None if status is None else str(status())
+
+
 def _backend(name: str) -> dict[str, str | None]:
     """refused: why it does not take a plain problem, None where it does. status: what it says of itself."""
     try:
         module = select.load(name)
-        status = getattr(module, "status", None)
-        said = None if status is None else str(status())
+        said = _status(name)
     except Exception as error:  # a backend that cannot even be imported is a finding
         return {"refused": f"{type(error).__name__}: {error}", "status": None}
     tried = {where: _refusal(module, where) for where in ("cuda", "cpu")}
@@ -106,9 +113,11 @@ def lines(found: dict[str, Any]) -> list[str]:
         usable = f"usable on {state['device']}" if state["refused"] is None else f"no: {state['refused']}"
         if name == "reference":
             usable += ", by name only: dense, N x N"
-        text.append(
-            f"{'backend ' + name:{width + 2}}{usable}" + (f"; {state['status']}" if state["status"] else "")
-        )
+        if name == "cpu":
+            usable += ": the tiled loop of torch operations"
+        if state["status"] and state["refused"] is None:  # else the refusal has said it
+            usable += f"; {state['status']}"
+        text.append(f"{'backend ' + name:{width + 2}}{usable}")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if interpreted:
         text.append("TRITON_INTERPRET=1 is set: Triton kernels run in its interpreter")

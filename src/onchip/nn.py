@@ -93,10 +93,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         out = attention(q, k, v, mask=mask, score=score, dropout=dropout)
         assert isinstance(out, Tensor)
-        # The weights are what attention makes of a unit matrix.
-        unit = torch.eye(k.shape[1], dtype=q.dtype, device=q.device)[None, :, None].expand(*k.shape[:3], -1)
-        found = attention(q, k, unit, mask=mask, score=score) if weights else None
-        return self.out_proj(out.flatten(2)), None if found is None else found.transpose(1, 2)  # type: ignore
+        found = _weights(q, k, mask, score) if weights else None
+        return self.out_proj(out.flatten(2)), found
 
     def _project(self, *inputs: Tensor) -> list[Tensor]:
         if self._qkv_same_embed_dim:
@@ -105,6 +103,17 @@ class MultiheadAttention(nn.MultiheadAttention):
             matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [linear(x, w, b) for x, w, b in zip(inputs, matrices, biases, strict=True)]
+
+
+def _weights(q: Tensor, k: Tensor, mask: Mask | None, score: Score | None) -> Tensor:
+    """The weights (batch, heads, seqlen_q, seqlen_k) are what attention makes of a unit matrix.
+
+    Of 512 columns at most at a time: kernels hold no wider values.
+    """
+    unit = torch.eye(k.shape[1], dtype=q.dtype, device=q.device)[None, :, None].expand(*k.shape[:3], -1)
+    columns = unit.split(512, -1) if k.shape[1] > 512 else (unit,)
+    found = [attention(q, k, part, mask=mask, score=score) for part in columns]
+    return torch.cat(found, -1).transpose(1, 2)  # type: ignore[arg-type]
 
 
 class Cache:
@@ -147,6 +156,9 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         heads_k = heads if heads_k is None else heads_k
+        for name, count in (("heads", heads), ("heads_k", heads_k)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name}: got {count!r}, expected an int of at least 1")
         if dim % heads:
             raise ValueError(f"dim: got {dim}, expected a multiple of heads = {heads}")
         if heads % heads_k:
@@ -175,6 +187,9 @@ class SelfAttention(nn.Module):
         """
         if cu_seqlens is not None and cache is not None:
             raise NotImplementedError("cu_seqlens: packed sequences with a cache are not implemented")
+        if x.dim() != (3 if cu_seqlens is None else 2):
+            want = "(batch, seqlen, dim)" if cu_seqlens is None else "(total, dim) with cu_seqlens"
+            raise ValueError(f"x: has shape {tuple(x.shape)}, expected {want}")
         sizes = (self.heads, self.heads_k, self.heads_k)
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(sizes, dim=-2)
         if cache is not None:
@@ -204,8 +219,8 @@ class SelfAttention(nn.Module):
         if cu_seqlens is None:
             positions = positions.expand(q.shape[:2])
             return rotary.rotate(q, positions), rotary.rotate(k, positions)
-        start = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-        positions = (positions - start)[None]
+        sequence = torch.searchsorted(cu_seqlens.long(), positions, right=True) - 1
+        positions = (positions - cu_seqlens[sequence])[None]
         return rotary.rotate(q[None], positions)[0], rotary.rotate(k[None], positions)[0]
 
     def _tables(self, positions: int, device: torch.device) -> Rotary | None:
@@ -228,4 +243,6 @@ def _rotary(positions: int, dim: int, base: float, device: torch.device) -> Rota
 def _mask(is_causal: bool, sides: tuple[int | None, int | None] | None) -> Mask | None:
     if sides is None:
         return causal() if is_causal else None
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        raise TypeError(f"window: got {sides!r}, expected (left, right)")
     return window(sides[0], 0 if is_causal else sides[1])

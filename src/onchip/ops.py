@@ -51,32 +51,62 @@ def attention(
     score: Score | None,
     scale: float | None,
     dropout: float,
-    seed: int | None,
+    seed: int | Tensor | None,
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense call, or of a packed one: lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)."""
+    """(out, lse) of a dense call, or of a packed one: lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k).
+
+    seed: a tensor (1,) too, as `draw_seed` makes.
+    """
     _count_flops()
+    stated = _stated(lengths, longest, mask, score, scale, dropout, seed, deterministic, backend)
+    out, lse, _ = torch.ops.onchip.attention(q, k, v, *stated)
+    return out, lse
+
+
+def gradients(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *stated: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv from a given out and lse; `stated` as in `attention`, from lengths on."""
+    _count_flops()
+    rest = torch.zeros_like(lse)
+    found = torch.ops.onchip.attention_backward(
+        "q k v", dout, dlse, out, lse, rest, q, k, v, *_stated(*stated)
+    )
+    return tuple(found[:3])  # type: ignore[return-value]
+
+
+def _stated(
+    lengths: Any, longest: Any, mask: Any, score: Any, scale: Any, dropout: Any, seed: Any, *others: Any
+) -> tuple:
+    """An operator's arguments behind q, k and v."""
     mask, score = check_types(mask, score)
     text, ints, tensors = spec.write(mask, score.mod)  # type: ignore[arg-type]
     # A limit that is a tensor is left out: it only bounds what the boundaries say, and reading it would end the graph.
     limits = [None if isinstance(x, Tensor) else x for x in longest]
     dropout = dropout if dropout != 0 else 0.0  # a literal: a default argument would be a symbol of the graph
-    out, lse, _ = torch.ops.onchip.attention(
-        q, k, v, score.bias, score.alibi, score.sink, *lengths, *limits, tensors, text, ints, score.softcap, scale,
-        dropout, _seed(seed, dropout), deterministic, backend,
+    return (
+        score.bias, score.alibi, score.sink, *lengths, *limits, tensors, text, ints, score.softcap, scale, dropout,
+        _seed(seed, dropout), *others,
     )  # fmt: skip
-    return out, lse
 
 
-def _seed(seed: int | None, dropout: float) -> Tensor | None:
-    """The dropout key as a tensor: drawn in the graph, so that each run of it draws anew."""
+def _seed(seed: int | Tensor | None, dropout: float) -> Tensor | None:
+    """The dropout key as a tensor."""
     if dropout == 0:
         return None
     if seed is None:
-        return torch.randint(0, 2**62, (1,), dtype=torch.int64)
+        return draw_seed()
+    if isinstance(seed, Tensor):
+        return seed
     seed = problems.draw_seed(seed, dropout)  # its checks
     return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64)
+
+
+def draw_seed() -> Tensor:
+    """A dropout key that is drawn in the graph, so that each run of it draws anew."""
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64)
 
 
 @custom_op("onchip::attention", mutates_args=())
@@ -109,8 +139,12 @@ def _attention(
     )  # fmt: skip
     with _own_autograd():
         out, lse, rest = call.backend.forward(call.problem, call.operands, call.tiles)
-    rest = torch.zeros_like(lse) if rest is None else rest
-    return out.contiguous(), lse.contiguous(), rest.contiguous()
+    out, lse = out.contiguous(), lse.contiguous()
+    if rest is None:
+        return out, lse, torch.zeros_like(lse)
+    # An operator's results share no storage, and a backend may have made lse and rest as one tensor.
+    shared = rest.untyped_storage().data_ptr() == lse.untyped_storage().data_ptr()
+    return out, lse, rest.clone() if shared else rest.contiguous()
 
 
 @contextmanager

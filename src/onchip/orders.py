@@ -1,4 +1,4 @@
-"""The order in which an algorithm visits score tiles and what it moves there: onchip's backends, and the papers'.
+"""The order in which an algorithm visits score tiles and what it moves there: the papers' (onchip's: `own_orders.py`).
 
 A pass is a few `Sweep`s, one for each kernel or loop nest. Bytes, FLOPs (`traffic.py`) and the step-by-step walk
 (`steps.py`) are all read off them, so that an order is stated once.
@@ -6,10 +6,10 @@ A pass is a few `Sweep`s, one for each kernel or loop nest. Bytes, FLOPs (`traff
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from onchip import devices, select
+from onchip import select
 from onchip.schedule import Tiles
 
 if TYPE_CHECKING:
@@ -37,10 +37,15 @@ class Sweep:
     visit_store: tuple[str, ...] = ()
     products: tuple[str, ...] = ()  # "dim" or "dim_v": the inner length of each matrix product on a tile
     every: bool = False  # empty tiles too
-    stacked: bool = (
-        False  # the query heads of a key head are rows of one tile, so that its keys are moved once
-    )
+    # The query heads of a key head are rows of one tile, so that its keys are moved once.
+    stacked: bool = False
     wide: frozenset[str] = frozenset()  # moved in the dtype of sums, not the problem's
+    # How a backend chooses and orders the tiles to visit.
+    backwards: tuple[str, ...] = ()  # the outer tiles, where the mask's band is bounded by one of these
+    descending: bool = False  # the inner tiles, from the last to the first
+    listed: bool = False  # the inner tiles, from a list: partial ones, then full ones
+    never_none: bool = False  # an outer tile that sees nothing visits the first inner one, and masks it
+    by_rules: bool = False  # parts of the mask other than bands and intervals hide elements, but skip no tile
 
 
 class Spec(NamedTuple):
@@ -104,8 +109,10 @@ def sweeps(
         raise ValueError(f"step: got {step!r}, expected 'forward' or 'backward'")
     forward = step == "forward"
     if algorithm == "onchip":
+        from onchip import own_orders
+
         name = select.choose(problem) if backend is None else backend
-        return _of_backend(problem, name, step, needs, tiles, by_head, device)
+        return own_orders.sweeps(problem, name, step, needs, tiles, by_head, device)
     if algorithm == "flash1":
         own = tiles or flash1_tiles(problem.dim, problem.dim_v, sram // problem.dtype.itemsize)
         return _flash1(own) if forward else _flash1_backward(own)
@@ -113,7 +120,7 @@ def sweeps(
     if algorithm == "flash2":
         return _flash2(own) if forward else _flash2_backward(own)
     if algorithm == "standard":
-        return _standard(own) if forward else _standard_backward(own)
+        return standard(own) if forward else standard_backward(own)
     if algorithm == "eager":
         return _eager(own, problem) if forward else _eager_backward(own, problem)
     return _minimum(own) if forward else _minimum_backward(own)
@@ -131,145 +138,6 @@ def flash1_tiles(dim: int, dim_v: int, sram: int) -> Tiles:
 def tile_numbers(tiles: Tiles, dim: int, dim_v: int) -> int:
     """Numbers that a tile keeps in fast memory: its rows of q and out, its keys' k and v, and its scores."""
     return (tiles.tile_m + tiles.tile_n) * (dim + dim_v) + tiles.tile_m * tiles.tile_n
-
-
-def _of_backend(
-    problem: Problem,
-    name: str,
-    step: str,
-    needs: tuple[str, ...],
-    tiles: Tiles | None,
-    by_head: bool,
-    device: str | None,
-) -> tuple[Sweep, ...]:
-    module: Any = select.load(name)
-    stated = getattr(module, "sweeps", None)  # a backend may state its own order
-    if stated is not None:
-        return stated(problem, step, needs, tiles)
-    if name == "reference":
-        whole = tiles or module.tiles(problem)
-        return _standard(whole) if step == "forward" else _standard_backward(whole)
-    if name == "cpu":
-        return _cpu(step, needs, tiles or module.tiles(problem))
-    if name == "native":
-        return _native(problem, step, needs, tiles or module.tiles(problem), by_head)
-    if step == "forward":
-        return _by_queries(problem, name, tiles, by_head, device)
-    return _triton_backward(problem, needs, tiles, device)
-
-
-def _cpu(step: str, needs: tuple[str, ...], tiles: Tiles) -> tuple[Sweep, ...]:
-    """backends/cpu/tiled.py: query tiles outside, the query heads of a key head stacked."""
-    if step == "forward":
-        loads, stores = ("q",), ("out", "lse")
-        products = ("dim", "dim_v")
-        return (Sweep("attend", "q", tiles, loads, stores, (), ("k", "v"), (), products, stacked=True),)
-    sums = tuple(name for name, need in (("dv", "v"), ("dk", "k")) if need in needs)
-    stores = ("dq",) if "q" in needs else ()
-    products = ["dim"] + ["dim_v"] * ("v" in needs)
-    if {"q", "k"} & set(needs):
-        products += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]
-    return (
-        Sweep(
-            "gradients", "q", tiles, ("q", "out", "dout", "lse"), stores, (), ("k", "v", *sums), sums,
-            tuple(products), stacked=True, wide=frozenset(sums),
-        ),
-    )  # fmt: skip
-
-
-def _native(
-    problem: Problem, step: str, needs: tuple[str, ...], tiles: Tiles, by_head: bool
-) -> tuple[Sweep, ...]:
-    """backends/cpu/kernels: forward by blocks of queries, backward by blocks of keys through all rows of a key head.
-
-    Packed copies of rows and keys count as the tensors themselves, read at each visit; splits and chunks of the keys
-    are left out. The heads of a few queries share a block.
-    """
-    if step == "forward":
-        stacked = problem.group > 1 and problem.seqlen_q * problem.group <= tiles.tile_m and not by_head
-        products = ("dim", "dim_v")
-        return (
-            Sweep(
-                "attend", "q", tiles, ("q",), ("out", "lse"), (), ("k", "v"), (), products, stacked=stacked
-            ),
-        )
-    products = ["dim"] + ["dim_v"] * ("v" in needs)  # S, dV
-    if {"q", "k"} & set(needs):
-        products += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]  # dP, dQ, dK
-    rows, sums = ("q", "dout", "lse", "delta"), ("dq",) if "q" in needs else ()
-    stores = tuple("d" + n for n in ("k", "v") if n in needs)
-    return (
-        Sweep("delta", "q", tiles, ("out", "dout"), ("delta",)),
-        Sweep(
-            "gradients", "k", tiles, ("k", "v"), stores, (), (*rows, *sums), sums, tuple(products),
-            wide=frozenset(sums),
-        ),
-        *((Sweep("round dq", "q", tiles, (), sums),) if sums else ()),
-    )  # fmt: skip
-
-
-def chosen_tiles(problem: Problem, name: str, device: str | None = None) -> Tiles:
-    """A backend's forward tiles: here, or for Triton on another known GPU, by whose capability its table goes."""
-    if device is None or name != "triton":
-        return select.load(name).tiles(problem)
-    from onchip.backends.triton.table import config
-
-    found = config(problem, "forward", _facts(device), problem.seqlen_q)
-    return Tiles(found.tile_m, found.tile_n)
-
-
-def _facts(device: str | None) -> Any:
-    """What Triton's table asks of this GPU, or of a known one without the rows that `onchip tune` measured there."""
-    from onchip.backends.triton.arguments import device_facts
-    from onchip.backends.triton.table import Facts
-
-    if device is None:
-        return device_facts(0)
-    known = devices.device(device)
-    return Facts(known.capability, known.units, "")
-
-
-def _by_queries(
-    problem: Problem, name: str, tiles: Tiles | None, by_head: bool, device: str | None
-) -> tuple[Sweep, ...]:
-    """A GPU kernel's forward pass: query tiles outside; a few queries' heads are stacked in one tile.
-
-    The stacking is that of triton's `packs` (and hopper's, on dense tensors of 2^i heads).
-    """
-    pack = problem.group if problem.seqlen_q * problem.group <= 128 and not by_head else 1
-    found = tiles or chosen_tiles(replace(problem, seqlen_q=problem.seqlen_q * pack), name, device)
-    own = Tiles(max(found.tile_m // pack, 1), found.tile_n)
-    stores, products = ("out", "lse"), ("dim", "dim_v")
-    return (Sweep("attend", "q", own, ("q",), stores, (), ("k", "v"), (), products, stacked=pack > 1),)
-
-
-def _triton_backward(
-    problem: Problem, needs: tuple[str, ...], tiles: Tiles | None, device: str | None
-) -> tuple[Sweep, ...]:
-    """backends/triton: dK and dV with key tiles outside, dQ with query tiles outside, each pass recomputing scores."""
-    from onchip.backends.triton.table import config, separate
-
-    def own(name: str) -> Tiles:
-        chosen = config(problem, name, _facts(device))
-        return tiles or Tiles(chosen.tile_m, chosen.tile_n)
-
-    delta = Tiles(64 if problem.dim_v <= 128 else 16, own("dq").tile_n)
-    found = [Sweep("delta", "q", delta, ("out", "dout", "lse"), ("delta",))]
-    rows = ("q", "dout", "lse", "delta")
-    if separate(problem):
-        if "k" in needs:  # S, dP, dK
-            products = ("dim", "dim_v", "dim")
-            found.append(Sweep("dk", "k", own("dk"), ("k", "v"), ("dk",), (), rows, (), products))
-        if "v" in needs:  # S, dV
-            products = ("dim", "dim_v")
-            found.append(Sweep("dv", "k", own("dv"), ("k",), ("dv",), (), rows[:3], (), products))
-    elif {"k", "v"} & set(needs):
-        products = ("dim", "dim_v", "dim_v", "dim")  # S, dV, dP, dK
-        found.append(Sweep("dkdv", "k", own("dkdv"), ("k", "v"), ("dk", "dv"), (), rows, (), products))
-    if "q" in needs:
-        products = ("dim", "dim_v", "dim")  # S, dP, dQ
-        found.append(Sweep("dq", "q", own("dq"), rows, ("dq",), (), ("k", "v"), (), products))
-    return tuple(found)
 
 
 def _flash1(tiles: Tiles) -> tuple[Sweep, ...]:
@@ -301,7 +169,7 @@ def _flash2_backward(tiles: Tiles) -> tuple[Sweep, ...]:
     )
 
 
-def _standard(tiles: Tiles) -> tuple[Sweep, ...]:
+def standard(tiles: Tiles) -> tuple[Sweep, ...]:
     return (
         _kernel("S = QK^T", tiles, ("q", "k"), stores=("S",), products=("dim",)),
         _kernel("P = softmax(S)", tiles, loads=("S",), stores=("P",)),
@@ -309,7 +177,7 @@ def _standard(tiles: Tiles) -> tuple[Sweep, ...]:
     )
 
 
-def _standard_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+def standard_backward(tiles: Tiles) -> tuple[Sweep, ...]:
     return (
         *_value_grads(tiles, "P"),
         _kernel("dS", tiles, loads=("P", "dP"), stores=("dS",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onchip import problem as problems, schedule, select
-from onchip.inputs import varlen_layout
-from onchip.layout import Layout
+from onchip import plan_report, problem as problems, schedule, select, stand_ins
+from onchip.layout import Cache, Layout
 from onchip.mask import Mask
 from onchip.problem import Problem, check_types
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
 from onchip.score import Score
+from onchip.units import dtype_name
 
 # The model and the devices are imported where a plan is made: `import onchip` is a quarter quicker without them.
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Plan:
     flops: int  # of the forward pass: two matrix products over the visible pairs
     extra_memory: int  # bytes beyond inputs, outputs and gradients, forward and backward
     copies: tuple[str, ...]  # the tensors that the backend copies whole before it reads them
+    cast_from: torch.dtype | None  # what autocast casts to the problem's dtype before the call
+    appended: int  # bytes of new keys and values that the call reads, and writes to its cache
+    slots: int  # for keys in the cache, used or not
     device_name: str | None  # of a known device, which the times are stated for; None: this machine
     elsewhere: (
         str | None
@@ -83,8 +87,12 @@ class Plan:
         return devices.device(self.device_name)
 
     def floor(self, step: str = "forward") -> Floor:
-        """The least time of a pass on the device: its FLOPs at peak, and every input and output moved once."""
-        return self.passes("minimum")[step].floor(self.device)
+        """The least time of a pass on the device: its FLOPs at peak, and every input and output moved once.
+
+        What is appended to a cache is read and written once on top.
+        """
+        found = self.passes("minimum")[step].floor(self.device)
+        return replace(found, memory=found.memory + 2 * self.appended / self.device.bandwidth)
 
     @cached_property
     def dense_memory(self) -> int:
@@ -109,16 +117,16 @@ class Plan:
 
     def __str__(self) -> str:
         """All but the times, which would have to measure this CPU: `report` adds them."""
-        return "\n".join(self._lines())
+        return "\n".join(plan_report.lines(self))
 
     def report(self) -> str:
         """The plan, with the least time on the device."""
-        return "\n".join([*self._lines(), *self._times()])
+        return "\n".join([*plan_report.lines(self), *plan_report.times(self)])
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; without a floor where the device is not known."""
         passes = {name: {s: t.to_json() for s, t in p.items()} for name, p in self.traffic.items()}
-        facts = {**vars(self.problem), "dtype": _name(self.problem.dtype)}
+        facts = {**vars(self.problem), "dtype": dtype_name(self.problem.dtype)}
         counts = ("empty", "partial", "full", "pairs", "flops", "extra_memory", "copies")
         try:
             device, floors = self.device.name, {step: self.floor(step) for step in self.passes("minimum")}
@@ -132,71 +140,24 @@ class Plan:
             "tiles": [self.tiles.tile_m, self.tiles.tile_n],
             **{name: getattr(self, name) for name in counts},
             "dense_memory": self.dense_memory,
+            "cast_from": None if self.cast_from is None else dtype_name(self.cast_from),
+            "cache": self._cache_json(),
             "device": device,
             "floor": {s: {"seconds": f.seconds, "bound": f.bound} for s, f in floors.items()},
             "traffic": passes,
         }
 
-    def _lines(self) -> list[str]:
-        p, total = self.problem, max(self.empty + self.partial + self.full, 1)
-        own, standard = self.passes(), self.passes("standard")
-        backward = own.get("backward")
-        work = f"work       {self.pairs:,} visible pairs, {operations(self.flops)} forward"
-        if backward is not None:
-            work += f", {operations(backward.flops)} backward"
-        copied = ", ".join(self.copies)
-        batch = f"{p.batch} packed, longest" if p.layout == "varlen" else f"batch {p.batch}, seqlen"
-        return [
-            f"attention  {batch} {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q}/{p.heads_k}, "
-            f"dim {p.dim}/{p.dim_v}, {_name(p.dtype)} on {self.device_name or p.device}",
-            f"backend    {_kind(self.backend)}, tiles of {self.tiles.tile_m} x {self.tiles.tile_n}",
-            *(
-                f"           not {name}: {reason}"
-                for name, reason in self.refusals.items()
-                if name != self.backend
-            ),
-            *(
-                [f"copies     {copied}: made contiguous before the call, since their strides do not fit"]
-                if copied
-                else []
-            ),
-            f"tiles      {self.empty} empty (skipped), {self.partial} partial, {self.full} full: "
-            f"{100 * (self.partial + self.full) / total:.1f} % visited",
-            *(f"           {row}" for row in self.picture()),
-            work,
-            *(_moved(step, part, standard[step]) for step, part in own.items()),
-            f"memory     {size(self.extra_memory)} beyond inputs, outputs and gradients; "
-            f"standard attention {size(self.dense_memory)}",
-        ]
-
-    def _times(self) -> list[str]:
-        try:
-            floors = {step: self.floor(step) for step in self.passes("minimum")}
-        except ValueError as error:  # a GPU that is not a known one
-            return [f"floor      {error}"]
-        return [
-            f"floor      {step}: {duration(floor.seconds)} on {floor.device}, {floor.bound}-bound "
-            f"(arithmetic {duration(floor.compute)}, memory {duration(floor.memory)})"
-            for step, floor in floors.items()
-        ]
-
-
-def _moved(step: str, own: Traffic, standard: Traffic) -> str:
-    ratio = standard.bytes / own.bytes if own.bytes else 1.0
-    moved = f"{size(own.read_bytes)} read, {size(own.write_bytes)} written"
-    return (
-        f"traffic    {step}: {moved}, {own.intensity:.1f} FLOP/byte ({size(own.least)} past a cache); "
-        f"standard attention {size(standard.bytes)}, {ratio:.1f} times as much"
-    )
-
-
-def _kind(backend: str) -> str:
-    """The backend's name; of the CPU's two, which loop it is."""
-    if backend == "native":
-        from onchip.backends.cpu import status
-
-        return f"native ({status()})"
-    return "cpu (the tiled loop of torch operations)" if backend == "cpu" else backend
+    def _cache_json(self) -> dict[str, Any] | None:
+        if not isinstance(self.layout, Cache):
+            return None
+        page = self.layout.page_size or None
+        return {
+            "lengths": self.layout.k_lens,
+            "new": self.layout.new,
+            "appended": self.appended,
+            "slots": self.slots,
+            "page_size": page,
+        }
 
 
 def _shrunk(kinds: Tensor, rows: int, columns: int) -> list[list[int]]:
@@ -207,32 +168,6 @@ def _shrunk(kinds: Tensor, rows: int, columns: int) -> list[list[int]]:
         low = torch.stack([part.amin(dim) for part in parts[0]], dim)
         high = torch.stack([part.amax(dim) for part in parts[1]], dim)
     return torch.where(low == high, low, PARTIAL).tolist()
-
-
-def size(count: float) -> str:
-    """Bytes in MiB; in KiB below a tenth of one, and in GiB from 10 of them on."""
-    if count >= 10 * 2**30:
-        return f"{count / 2**30:.1f} GiB"
-    return f"{count / 2**20:.1f} MiB" if not 0 < count < 0.1 * 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-def operations(count: float) -> str:
-    """FLOPs in three digits and a fit unit."""
-    for scale, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
-        if count >= scale:
-            return f"{count / scale:.4g} {unit}"
-    return f"{count / 1e3:.4g} kFLOP"
-
-
-def duration(seconds: float) -> str:
-    for scale, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def plan(
@@ -253,40 +188,59 @@ def plan(
     device: str = "cpu",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    cache_seqlens: int | Sequence[int] | Tensor | None = None,
+    new: int = 0,
+    page_table: Tensor | Sequence[int] | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    num_splits: int = 0,
 ) -> Plan:
     """The `Plan` of ``attention(q, k, v, ...)`` with the same keywords; nothing is computed.
 
-    With cu_seqlens_q and cu_seqlens_k, of ``attention_varlen``, whose q, k and v are (total, heads, dim). A call over a
-    cache has no plan: one with as many keys stands for it.
+    With cu_seqlens_q and cu_seqlens_k, of ``attention_varlen``, whose q, k and v are (total, heads, dim). With
+    cache_seqlens, of ``attention_with_cache``, whose k and v are the caches, rows or pages; new: the keys that it
+    appends to each sequence; page_table may be its shape (batch, pages) alone. Rotary embedding is not counted.
 
     q, k, v: the tensors, or their shapes alone, then of this dtype on this device: torch's name for one, or one of
-    `onchip.devices.NAMES`, which need not be here.
+    `onchip.devices.NAMES`, which need not be here. Where torch.autocast is on for the device, the plan is that of a
+    call under it: in autocast's dtype, and it says what is cast. Else it speaks of the tensors' own dtype.
 
     >>> print(plan((1, 4096, 8, 64), (1, 4096, 8, 64), (1, 4096, 8, 64), mask=causal()))
+    >>> print(plan((8, 1, 32, 128), *[(1024, 16, 8, 128)] * 2, cache_seqlens=[900] * 8, page_table=(8, 64)))
 
     Raises what the call would raise, NotImplementedError where no backend serves the problem included.
     """
     from onchip import another, orders, traffic
 
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "deterministic": deterministic}
-    q_like, k_like, v_like = _stand_ins(q, k, v, layout, dtype)
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    where, known = (q.device.type, None) if isinstance(q, Tensor) else _where(device)
-    place: Layout = (
-        _packed((q_like, k_like, v_like), cu_seqlens_q, cu_seqlens_k)
-        if packed
-        else problems.dense_layout(q_like, k_like, v_like)
-    )
+    over_cache = cache_seqlens is not None
+    slots = {"page_table": page_table, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_kind(over_cache, packing, {**slots, "new": new or None, "num_splits": num_splits or None})
+    if over_cache:
+        _check_cached(layout, dropout)
+        options["num_splits"] = num_splits
+    where, known = (q.device.type, None) if isinstance(q, Tensor) else stand_ins.where(device)
+    given = stand_ins.tensors(q, k, v, layout, dtype)
+    q_like, k_like, v_like = stand_ins.autocast(given, where, over_cache)
+    three = (q_like, k_like, v_like)
+    if over_cache:
+        place: Layout = stand_ins.cached(three, cache_seqlens, new, *slots.values(), bounded=where != "cpu")
+        kind = "cache" if page_table is None else "paged"
+    elif any(x is not None for x in packing.values()):
+        place, kind = stand_ins.packed(three, cu_seqlens_q, cu_seqlens_k), "varlen"
+    else:
+        place, kind = problems.dense_layout(*three), "dense"
     whole, _ = check_types(mask, score)
     # A mask for a device that is not here has its tensors elsewhere.
     options["device"] = where if known is None else _home(whole)
-    kind = "varlen" if packed else "dense"
-    problem = problems.state(q_like, k_like, v_like, place, kind, mask, score, **options)
-    problem = replace(problem, device=where)
+    problem = problems.state(*three, place, kind, mask, score, **options)
+    problem = replace(problem, device=where, k_bounded=over_cache and where != "cpu")
     elsewhere = None if known == another.this_gpu() else known
     name, refusals = another.choose(problem, backend, elsewhere)
     module = select.load(name)
-    tiles = orders.chosen_tiles(problem, name, elsewhere)
+    by_head = bool(problem.mask_parts) and whole.dependence(problem)[1]
+    tiles = orders.sweeps(problem, backend=name, by_head=by_head, device=elsewhere)[0].tiles
     # A copy has room of its own for the schedules of other algorithms: the mask keeps those of its calls.
     whole = copy.copy(whole)
     tile_map = schedule.build(_counted(problem, whole), place, whole, tiles)
@@ -302,7 +256,14 @@ def plan(
         pairs=pairs,
         flops=2 * pairs * (problem.dim + problem.dim_v),
         extra_memory=module.extra_memory(problem, tiles),
-        copies=_copies(module, (q_like, k_like, v_like)),
+        copies=_copies(module, three),
+        cast_from=given[0].dtype if q_like.dtype is not given[0].dtype else None,
+        appended=new
+        * problem.batch
+        * problem.heads_k
+        * (problem.dim + problem.dim_v)
+        * q_like.dtype.itemsize,
+        slots=k_like.shape[0] * k_like.shape[1] if over_cache else 0,
         device_name=known,
         elsewhere=elsewhere,
         layout=place,
@@ -310,13 +271,21 @@ def plan(
     )
 
 
-def _packed(tensors: tuple[Tensor, Tensor, Tensor], cu_q: Tensor | None, cu_k: Tensor | None) -> Layout:
-    """The packed layout of stand-ins: its boundaries are read, so they are brought to the CPU."""
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not isinstance(cu, Tensor):
-            raise TypeError(f"{name}: got {type(cu).__name__}, expected a tensor, as for the other one")
-    like = [torch.empty((), dtype=x.dtype).expand(x.shape) for x in tensors]
-    return varlen_layout(*like, cu_q.cpu(), cu_k.cpu(), None, None, None, None)  # type: ignore[union-attr]
+def _check_kind(over_cache: bool, packing: dict[str, Any], of_cache: dict[str, Any]) -> None:
+    """Raise where arguments of two kinds of calls are mixed."""
+    for name, value in (packing if over_cache else of_cache).items():
+        if value is not None:
+            what = (
+                "given with cache_seqlens, expected one kind of call" if over_cache else "needs cache_seqlens"
+            )
+            raise ValueError(f"{name}: {what}")
+
+
+def _check_cached(layout: str, dropout: float) -> None:
+    if layout != "bshd":
+        raise ValueError(f"layout: got {layout!r} with cache_seqlens, expected 'bshd'")
+    if dropout:
+        raise ValueError(f"dropout: got {dropout} with cache_seqlens, expected 0: a cache is for inference")
 
 
 def _copies(module: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
@@ -333,36 +302,3 @@ def _home(mask: Mask) -> str:
 def _counted(problem: Problem, mask: Mask) -> Problem:
     """The problem where its mask lies: tiles are counted there, whatever device is meant to run it."""
     return replace(problem, device=_home(mask))
-
-
-def _where(device: str) -> tuple[str, str | None]:
-    """torch's device type, and the name of a known device."""
-    from onchip import devices
-
-    if isinstance(device, str) and device.lower() != "cpu":
-        try:
-            return "cuda", devices.device(device).name
-        except ValueError:
-            pass
-    try:
-        return torch.device(device).type, None
-    except RuntimeError:
-        names = ", ".join(devices.NAMES)
-        raise ValueError(f"device: got {device!r}, expected one of {names}, or torch's name of one") from None
-
-
-def _stand_ins(q: Any, k: Any, v: Any, layout: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k and v without storage, as (batch, seqlen, heads, dim)."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout: got {layout!r}, expected 'bshd' or 'bhsd'")
-    found = [_stand_in(name, x, dtype) for name, x in (("q", q), ("k", k), ("v", v))]
-    return [x.transpose(1, 2) if layout == "bhsd" and x.dim() == 4 else x for x in found]
-
-
-def _stand_in(name: str, x: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor without storage of the same shape, strides and dtype."""
-    if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    if not isinstance(x, tuple | list) or not all(type(n) is int and n >= 0 for n in x):
-        raise TypeError(f"{name}: got {x!r}, expected a tensor or a shape (batch, seqlen, heads, dim)")
-    return torch.empty(tuple(x), dtype=dtype, device="meta")

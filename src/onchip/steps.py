@@ -16,7 +16,7 @@ from onchip.layout import Layout
 from onchip.mask import Mask, Region
 from onchip.orders import ALGORITHMS, SRAM, STEPS, Sweep
 from onchip.problem import Problem
-from onchip.schedule import EMPTY, Tiles
+from onchip.schedule import FULL, Group, Tiles
 
 LIMIT = 100_000  # tiles of an algorithm in one JSON
 
@@ -69,13 +69,13 @@ Move = tuple[int | None, int | None, dict[str, int], dict[str, int]]
 
 @dataclass(frozen=True)
 class _Grid:
-    """The tiles of one head as a sweep visits them: `cells[outer][inner]` tells whether."""
+    """The tiles of one head as a sweep visits them: `visits[outer]` are inner tiles in their order."""
 
     problem: Problem
     sweep: Sweep
     heights: list[int]
     widths: list[int]
-    cells: list[list[bool]]
+    visits: list[list[int]]
 
     @property
     def by_rows(self) -> bool:
@@ -104,23 +104,16 @@ def _sweep(
 ) -> Iterator[Move]:
     groups = traffic.built(problem, layout, mask, sweep).groups
     group = next(g for g in groups if g.head0 <= head < g.head1 and bool((g.batch == sequence).any()))
-    visited = torch.ones_like(group.kinds, dtype=torch.bool) if sweep.every else group.kinds != EMPTY
-    if not (sweep.visit_load or sweep.visit_store or sweep.products):
-        visited = torch.zeros_like(visited)  # a pass over rows or keys: nothing happens at a score tile
-    by_rows = sweep.outer == "q"
-    cells = (visited if by_rows else visited.mT).tolist()
-    grid = _Grid(
-        problem,
-        sweep,
-        _sizes(group.q_len, sweep.tiles.tile_m),
-        _sizes(group.k_len, sweep.tiles.tile_n),
-        cells,
-    )
-    last = {j: i for i, row in enumerate(cells) for j, seen in enumerate(row) if seen}
+    heights, widths = _sizes(group.q_len, sweep.tiles.tile_m), _sizes(group.k_len, sweep.tiles.tile_n)
+    grid = _Grid(problem, sweep, heights, widths, _visits(sweep, group))
+    outer = range(len(grid.visits))
+    if mask.band is not None and any(getattr(mask.band, bound) is not None for bound in sweep.backwards):
+        outer = outer[::-1]
+    last = {j: i for i in outer for j in grid.visits[i]}
     done: set[int] = set()
-    for i in range(len(grid.heights if by_rows else grid.widths)):
+    for i in outer:
         yield from _outer(grid, i, last, done)
-    for j in range(len(grid.widths if by_rows else grid.heights)):
+    for j in range(len(widths if grid.by_rows else heights)):
         if j not in last:  # inner tiles that no visit has moved
             load = grid.amounts(sweep.once_load, None, j)
             store = grid.amounts(sweep.once_store, None, j)
@@ -128,10 +121,27 @@ def _sweep(
                 yield (*grid.place(None, j), load, store)
 
 
+def _visits(sweep: Sweep, group: Group) -> list[list[int]]:
+    """The inner tiles that each outer one visits, in the sweep's order."""
+    visited, kinds = traffic.visited(sweep, group), group.kinds
+    if not (sweep.visit_load or sweep.visit_store or sweep.products):
+        visited = torch.zeros_like(visited)  # a pass over rows or keys: nothing happens at a score tile
+    inner, tile = group.k_len, sweep.tiles.tile_n
+    if sweep.outer == "k":
+        visited, kinds, inner, tile = visited.mT, kinds.mT, group.q_len, sweep.tiles.tile_m
+    found = [[j for j, seen in enumerate(row) if seen] for row in visited.tolist()]
+    if sweep.listed:  # a last tile that is cut off needs the mask, and counts as partial
+        full = [[kind == FULL for kind in row] for row in kinds.tolist()]
+        cut = inner // tile
+        found = [
+            sorted(row, key=lambda j, of=of: of[j] and j != cut) for row, of in zip(found, full, strict=True)
+        ]
+    return [row[::-1] for row in found] if sweep.descending else found
+
+
 def _outer(grid: _Grid, i: int, last: dict[int, int], done: set[int]) -> Iterator[Move]:
     """The visits of outer tile i. `last`: the last outer tile that visits an inner one; `done`: inner ones so far."""
-    sweep = grid.sweep
-    visits = [j for j, seen in enumerate(grid.cells[i]) if seen]
+    sweep, visits = grid.sweep, grid.visits[i]
     load, store = grid.amounts(sweep.once_load, i, None), grid.amounts(sweep.once_store, i, None)
     if not visits:
         yield (*grid.place(i, None), load, store)

@@ -231,7 +231,19 @@ def built(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> Schedul
     """The schedule that a sweep runs: a stacked one visits what any query head of a key head needs."""
     if not sweep.stacked:
         problem = replace(problem, heads_k=problem.heads_q)
+    if sweep.by_rules:
+        mask = Mask(mask.band, mask.rows)
     return schedule.build(problem, layout, mask, sweep.tiles)
+
+
+def visited(sweep: Sweep, group: Group) -> Tensor:
+    """Whether a sweep visits each tile: bool [m_blocks, n_blocks]."""
+    if sweep.every:
+        return torch.ones_like(group.kinds, dtype=torch.bool)
+    found = group.kinds != EMPTY
+    if sweep.never_none and found.numel():  # of a sweep by queries
+        found[:, 0] |= ~found.any(1)
+    return found
 
 
 def numbers(problem: Problem, name: str) -> tuple[str, int]:
@@ -291,15 +303,15 @@ def _amounts(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> _Amo
         _add(visit["s"], area * problem.heads_q, tiles * problem.heads_q)
         return _Amounts(visit, once, seen)
     for group in built(problem, layout, mask, sweep).groups:
-        visited = (group.kinds != EMPTY).cpu().long()
+        seen_tiles = visited(sweep, group).cpu().long()
         height = _sizes(group.q_len, sweep.tiles.tile_m)
         width = _sizes(group.k_len, sweep.tiles.tile_n)
         heads = group.heads  # over its sequences
         heads_k = heads // problem.group if sweep.stacked else heads
-        by_row, by_key = visited.sum(1), visited.sum(0)
-        _add(visit["q"], int(by_row @ height) * heads, int(visited.sum()) * heads)
-        _add(visit["k"], int(by_key @ width) * heads_k, int(visited.sum()) * heads_k)
-        _add(visit["s"], _area(visited, group, sweep.tiles) * heads, int(visited.sum()) * heads)
+        by_row, by_key, count = seen_tiles.sum(1), seen_tiles.sum(0), int(seen_tiles.sum())
+        _add(visit["q"], int(by_row @ height) * heads, count * heads)
+        _add(visit["k"], int(by_key @ width) * heads_k, count * heads_k)
+        _add(visit["s"], _area(seen_tiles, group, sweep.tiles) * heads, count * heads)
         some_row, some_key = (by_row > 0).long(), (by_key > 0).long()
         _add(seen["q"], int(some_row @ height) * heads, int(some_row.sum()) * heads)
         _add(seen["k"], int(some_key @ width) * heads_k, int(some_key.sum()) * heads_k)

@@ -31,7 +31,8 @@ def walked(algorithm="standard", step="forward", seqlen=1024, dim=64, mask="full
     template = next(template for name, template, _ in tiling.MASKS if name == mask)
     _, made = tiling.make_mask(mask, template, seqlen)
     problem, place = tiling.make_problem(seqlen, dim, made), Dense(1, seqlen, seqlen)
-    options = {"tiles": Tiles(*tile), "backend": build.ours()}
+    algorithm, backend = tiling.model(algorithm, build.ours())
+    options = {"tiles": Tiles(*tile), "backend": backend}
     model = traffic.count(problem, place, made, algorithm, step, **options)
     return list(steps.walk(problem, place, made, algorithm, step, **options)), model
 
@@ -45,13 +46,15 @@ SETTINGS = [
     {"algorithm": "flash2", "step": "backward", "mask": "documents", "seqlen": 2048},
     {"algorithm": "onchip", "mask": "padding", "dim": 128, "seqlen": 2048, "tile": (128, 64)},
     {"algorithm": "onchip", "step": "backward", "mask": "where", "tile": (64, 128)},
+    {"algorithm": "hopper", "mask": "causal window", "tile": (128, 128)},
+    {"algorithm": "hopper", "step": "backward", "mask": "prefix", "seqlen": 512},
 ]
 
 
 def test_counters_end_at_the_model(visit):
     page = visit()
     for chosen in SETTINGS:
-        if chosen.get("algorithm") == "onchip" and build.ours() != "triton":
+        if chosen.get("algorithm") in ("onchip", "hopper") and build.ours() != "triton":
             continue  # the copy has the order of another backend
         choose(page, **chosen)
         found, model = walked(**chosen)

@@ -26,8 +26,8 @@ def test_it_loads_and_fits(visit, options):
     for section in page.query_selector_all("details"):
         section.evaluate("e => { e.open = true; }")
     page.set_viewport_size({"width": 360, "height": 700})
-    until(page, "document.querySelector('.uplot').clientWidth < 360")
-    assert wide(page) == 0
+    until(page, "[...document.querySelectorAll('.uplot')].every((chart) => chart.clientWidth < 360)")
+    until(page, "document.documentElement.scrollWidth <= innerWidth")
     for chart in ("length", "memory", "roof", "sparse", "run"):
         assert page.locator(f"#{chart}-chart .uplot").count() == 1
 

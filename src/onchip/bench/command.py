@@ -133,7 +133,8 @@ def verify(case: Case, backend: str | None) -> str:
 def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each label, told of by tick(label, done, total)."""
     columns = (TextColumn("{task.description:44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    # In a file or a pipe it would leave an empty line and no more.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def tick(label: str, done: int, total: int) -> None:

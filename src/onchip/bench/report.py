@@ -9,7 +9,7 @@ from typing import Any
 
 from onchip.bench.cases import Case
 from onchip.bench.run import Row
-from onchip.plan import duration, size
+from onchip.units import duration, size
 
 
 def table(rows: list[Row]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip import problem as problems, select
+from onchip import ops, problem as problems, select
 from onchip.compat.translate import packed
 from onchip.inputs import varlen_layout
 from onchip.problem import Operands, Saved, check_types
@@ -31,8 +31,10 @@ def gradients(
     used_q: Tensor | None = None,
     used_k: Tensor | None = None,
     dlse: Tensor | None = None,
-    seed: int = 0,
-    **options: Any,
+    seed: int | Tensor = 0,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, written to the targets that are given, and softmax_d, the row sums of dout * out.
 
@@ -47,18 +49,50 @@ def gradients(
             dlse = None if dlse is None else dlse.transpose(0, 1).flatten(1)
         if cu_k is None:
             (k, cu_k), (v, _) = packed(k), packed(v)
-        layout, kind = varlen_layout(q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k), "varlen"
+        lengths = (cu_q, cu_k, used_q, used_k)
     else:
-        layout, kind = problems.dense_layout(q, k, v), "dense"
-    problem = problems.state(q, k, v, layout, kind, mask, score, **options)
-    backend = select.load(select.choose(problem))
-    operands = Operands(q, k, v, layout, *check_types(mask, score), seed)
-    saved = Saved(out, lse, torch.zeros_like(lse), frozenset("qkv"))
+        lengths = (None,) * 4
+    rest = (mask, score, scale, dropout, seed, deterministic)
+    lse = lse.contiguous()  # backends step through its rows as their own forward pass lays them out
     with torch.no_grad():
-        found = backend.backward(problem, operands, saved, dout, dlse, backend.tiles(problem))
+        run: Any = ops.gradients if ops.traced() else _run
+        found = run(dout, dlse, out, lse, q, k, v, lengths, (max_q, max_k), *rest, None)
     results = []
-    for target, shape, grad in zip(targets, shapes, (found.q, found.k, found.v), strict=True):
-        assert grad is not None
+    for target, shape, grad in zip(targets, shapes, found, strict=True):
         grad = grad.view(shape)
         results.append(grad if target is None else target.copy_(grad))
     return (*results, delta)  # type: ignore[return-value]
+
+
+def _run(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Any, ...],
+    longest: tuple[Any, Any],
+    mask: Any,
+    score: Any,
+    scale: float | None,
+    dropout: float,
+    seed: int,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Tensor, ...]:
+    """`ops.gradients` without the operator."""
+    if lengths[0] is None:
+        layout, kind = problems.dense_layout(q, k, v), "dense"
+    else:
+        cu_q, cu_k, used_q, used_k = lengths
+        layout, kind = varlen_layout(q, k, v, cu_q, cu_k, longest[0], longest[1], used_q, used_k), "varlen"
+    options = {"scale": scale, "dropout": dropout, "deterministic": deterministic}
+    problem = problems.state(q, k, v, layout, kind, mask, score, **options)
+    chosen = select.load(select.choose(problem, backend))
+    operands = Operands(q, k, v, layout, *check_types(mask, score), seed)
+    saved = Saved(out, lse, torch.zeros_like(lse), frozenset("qkv"))
+    found = select.backward_of(chosen).backward(problem, operands, saved, dout, dlse, chosen.tiles(problem))
+    assert found.q is not None and found.k is not None and found.v is not None
+    return found.q, found.k, found.v

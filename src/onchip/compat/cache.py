@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import onchip
-from onchip.compat.translate import longest, offsets, widened
+from onchip.compat.translate import longest, number, offsets, widened
 
 
 def attend_cache(
@@ -30,6 +30,7 @@ def attend_cache(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over a cache. rotary_start: the position of the first new key and query, where it is not
     cache_seqlens; spread: queries stand behind one another (causal or local), else all at the first position."""
+    options["scale"] = number(options.get("scale"))
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if qv is not None and k is not None:
@@ -69,7 +70,7 @@ def _ragged(
 ) -> tuple[Tensor, Tensor]:
     """Packed queries, each sequence at the end of its row of a padded batch: the last query stands at the last key."""
     width = longest(cu_q) if max_q is None else int(max_q)
-    if q.device.type == "cpu" and width < longest(cu_q):
+    if q.device.type == "cpu" and not torch.compiler.is_compiling() and width < longest(cu_q):
         raise ValueError(
             f"max_seqlen_q: got {width}, expected at least the longest sequence, {longest(cu_q)}"
         )

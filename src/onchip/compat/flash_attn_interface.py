@@ -16,7 +16,7 @@ from onchip.compat.backward import gradients
 from onchip.compat.cache import attend_cache
 from onchip.compat.flash_attn.flash_attn_interface import maybe_contiguous, round_multiple
 from onchip.compat.missing import refuse
-from onchip.compat.translate import attend, band, dequantized, scoring, widened
+from onchip.compat.translate import attend, band, dequantized, parts, scoring, widened
 
 __getattr__ = refuse(
     __name__, "round_up_headdim", "setup_context", "_backward",
@@ -91,10 +91,14 @@ def flash_attn_qkvpacked_func(
     """flash_attn_func of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads_q + 2 * heads_k, dim) with
     num_heads_q."""
     if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
+        q, k, v = parts("qkv", qkv, 2, 3)
     else:
         if num_heads_q is None:
             raise ValueError(f"num_heads_q: is None, expected an int for qkv of shape {tuple(qkv.shape)}")
+        if qkv.dim() != 4 or (qkv.shape[2] - num_heads_q) % 2:
+            raise ValueError(
+                f"qkv: has shape {tuple(qkv.shape)}, expected (batch, seqlen, {num_heads_q} + 2 * heads_k, dim)"
+            )
         q, k, v = qkv.split([num_heads_q, *[(qkv.shape[2] - num_heads_q) // 2] * 2], 2)
     descales = (q_descale, k_descale, v_descale)
     out, lse = _run(
@@ -189,8 +193,9 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """out, softmax_lse and two empty tensors, of any of the layouts above; no gradient. out_ is filled where given."""
     window = (window_size_left, window_size_right)
+    cached = (k_new, cu_seqlens_k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)
     with torch.no_grad():
-        if k_new is not None or page_table is not None or kv_batch_idx is not None or leftpad_k is not None:
+        if any(x is not None for x in cached):
             if seqused_q is not None:
                 raise NotImplementedError("seqused_q: over a cache is not supported")
             out, lse = flash_attn_with_kvcache(

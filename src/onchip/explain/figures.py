@@ -183,7 +183,7 @@ def measured_points(backend: str) -> list[dict[str, Any]]:
     for row in measured("h200-hopper")["results"]:
         if row["case"] == "forward" and not row["causal"] and row["seqlen"] in (512, 2048, 16384):
             batch, heads = 16384 // row["seqlen"], 2048 // row["dim"]
-            model = count(row["seqlen"], row["dim"], "onchip", "forward", backend, None, batch, heads)
+            model = count(row["seqlen"], row["dim"], "onchip", "forward", "hopper", None, batch, heads)
             found.append(
                 {
                     "label": f"onchip, Hopper kernel, N = {row['seqlen']}, d = {row['dim']}",

@@ -19,7 +19,8 @@ from onchip.mask import Mask
 from onchip.problem import Problem, dense_layout, state
 from onchip.schedule import Tiles
 
-ALGORITHMS = ("standard", "flash1", "flash2", "onchip")
+# "onchip" is the backend that stands for it on the page, "hopper" its forward pass for Hopper GPUs beside Triton's.
+ALGORITHMS = ("standard", "flash1", "flash2", "onchip", "hopper")
 SEQLENS, DIMS, TILES = (512, 1024, 2048), (64, 128), (32, 64, 128, 256)
 ACROSS = 32  # tiles to a side at most: what a picture on a phone can show, and a viewer can step through
 SHORTEST, LONGEST = 64, ACROSS * TILES[-1]
@@ -49,6 +50,16 @@ MASKS: tuple[tuple[str, str | None, str], ...] = (
     ("where", None, "any function of the positions; here bands along the diagonal"),
     ("dense", None, "any bool tensor; here a disc"),
 )
+
+
+def algorithms(backend: str) -> tuple[str, ...]:
+    """Those of a page: the Hopper kernel, whose backward pass is Triton's, only beside that."""
+    return ALGORITHMS if backend == "triton" else ALGORITHMS[:-1]
+
+
+def model(name: str, backend: str) -> tuple[str, str]:
+    """(algorithm, backend) of `traffic.count` and `steps.walk`."""
+    return ("onchip", "hopper") if name == "hopper" else (name, backend)
 
 
 def expression(template: str, seqlen: int) -> str:
@@ -151,7 +162,7 @@ def grid(
             d: {f"{m},{n}": orders.tile_numbers(Tiles(m, n), d, d) for m, n in sorted(sizes)} for d in dims
         },
         "itemsize": torch.float16.itemsize,
-        "algorithms": ALGORITHMS,
+        "algorithms": algorithms(backend),
         "passes": orders.STEPS,
         "moves": found.moves.items(),
         "kinds": found.kinds,
@@ -174,9 +185,10 @@ def _add_tiles(
     key = f"{seqlen},{number},{tiles.tile_m},{tiles.tile_n}"
     kinds = steps.kinds(problem, place, mask, tiles)
     found.kinds[key] = found.maps.add(bytes(kind for row in kinds for kind in row))
-    for a, algorithm in enumerate(ALGORITHMS):
+    for a, name in enumerate(algorithms(found.backend)):
+        algorithm, backend = model(name, found.backend)
         for p, step in enumerate(orders.STEPS):
-            order, kept = _steps(found, problem, place, mask, algorithm, step, tiles)
+            order, kept = _steps(found, problem, place, mask, algorithm, step, tiles, backend)
             moves, totals = [], []
             for d in dims:
                 own = replace(problem, dim=d, dim_v=d)
@@ -184,23 +196,30 @@ def _add_tiles(
                     (at, _scaled(loads, own, problem), _scaled(stores, own, problem))
                     for at, loads, stores in kept
                 )
-                options: dict[str, Any] = {"tiles": tiles, "backend": found.backend}
-                model = traffic.count(own, place, mask, algorithm, step, **options)
-                _check(model, order, table)
-                totals.append([model.reads, model.writes, model.pairs])
+                options: dict[str, Any] = {"tiles": tiles, "backend": backend}
+                counted = traffic.count(own, place, mask, algorithm, step, **options)
+                _check(counted, order, table)
+                totals.append([counted.reads, counted.writes, counted.pairs])
                 moves.append(found.moves.add(table))
             found.runs[f"{key},{a},{p}"] = [found.orders.add(order), moves, totals]
 
 
 def _steps(
-    found: _Grid, problem: Problem, place: Dense, mask: Mask, algorithm: str, step: str, tiles: Tiles
+    found: _Grid,
+    problem: Problem,
+    place: Dense,
+    mask: Mask,
+    algorithm: str,
+    step: str,
+    tiles: Tiles,
+    backend: str,
 ) -> tuple[bytes, Table]:
     """`_walk`, but standard attention's once for all masks, which do not change it."""
     if algorithm != "standard":
-        return _walk(problem, place, mask, algorithm, step, tiles, found.backend)
+        return _walk(problem, place, mask, algorithm, step, tiles, backend)
     key = (problem.seqlen_q, tiles, step)
     if key not in found.dense:
-        found.dense[key] = _walk(problem, place, mask, algorithm, step, tiles, found.backend)
+        found.dense[key] = _walk(problem, place, mask, algorithm, step, tiles, backend)
     return found.dense[key]
 
 

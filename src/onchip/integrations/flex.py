@@ -155,7 +155,7 @@ def _names(value: Any) -> Names:
 
 
 _masks: weakref.WeakKeyDictionary[BlockMask, dict[tuple, onchip.Mask]] = weakref.WeakKeyDictionary()
-_mods: dict[tuple, tuple[tuple[Tensor, ...], onchip.Mod]] = {}
+_mods: dict[tuple, tuple[Any, tuple[Tensor, ...], onchip.Mod]] = {}
 _KEEP = 16  # score_mods whose derivation is kept, with the tensors that they read
 
 
@@ -221,16 +221,16 @@ def to_mod(score_mod: Callable[..., Any]) -> onchip.Mod:
     """The onchip modification of a score_mod(score, batch, head, q, k): its derivative is torch's where the function
     is no plain arithmetic. ValueError where a tensor that it reads requires grad: a learned term is Score(bias=...)."""
     tensors = tuple(tensors_of(score_mod))
-    key = (score_mod, *map(id, tensors))
+    key = (id(score_mod), *map(id, tensors))  # of things that are kept: an object may have no hash
     if key in _mods:
-        return _mods[key][1]
+        return _mods[key][2]
     plain = isinstance(score_mod, types.FunctionType) and not tensors
     fn = score_mod if plain else Adapted(score_mod, 5, tensors)
     try:
         made = onchip.mod(fn, *tensors)
     except ValueError:
         made = onchip.mod(Adapted(score_mod, 5, tensors), *tensors, grad=Slope(score_mod, 5, tensors))
-    _mods[key] = tensors, made
+    _mods[key] = score_mod, tensors, made
     while len(_mods) > _KEEP:
         _mods.pop(next(iter(_mods)), None)
     return made
@@ -261,6 +261,9 @@ def flex_attention(
             "score_mod, block_mask: under torch.compile call onchip.attention with to_mask(block_mask, ...) and "
             "to_mod(score_mod), made outside of the compiled function"
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: has shape {tuple(x.shape)}, expected (batch, heads, seqlen, dim)")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"enable_gqa: is False, expected True for {query.shape[1]} query and {key.shape[1]} key heads"

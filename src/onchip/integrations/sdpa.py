@@ -50,6 +50,8 @@ def sdpa(
         raise NotImplementedError(
             "query, key, value: nested tensors are not supported; use onchip.attention_varlen"
         )
+    if isinstance(scale, Tensor) and scale.dim() == 0 and not scale.requires_grad:
+        scale = float(scale)
     mask, bias = (_CAUSAL["top_left"] if is_causal else None), None
     if attn_mask is not None:
         mask, bias = _read_mask(attn_mask)

@@ -139,6 +139,8 @@ class Pattern(NamedTuple):
     remapped: bool = False
 
     def masks(self) -> list[onchip.Mask]:
+        if self.left is not None and self.left < 0:
+            return [onchip.sinks(0)]  # no key at all
         bounded = self.left is not None or self.right is not None
         parts = [onchip.window(self.left, self.right)] if bounded else []
         parts += [] if self.chunk is None else [onchip.chunked(self.chunk)]
@@ -148,6 +150,9 @@ class Pattern(NamedTuple):
 def pattern(mask_function: Callable) -> Pattern | None:
     """The Pattern of a mask function; None when that does not describe it."""
     found = _pattern(mask_function)
+    # A window of 0, of a model that has switched its window off: with causal it shows nothing, alone what is ahead.
+    if found is not None and found.left is not None and found.left < 0 and found.right is None:
+        return None
     # Distances within a document are the same wherever positions count from; chunks are not.
     if found is not None and found.remapped and (found.ids is None or found.chunk is not None):
         return None

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import onchip
+from onchip import ops
 from onchip.compat.backward import gradients
 from onchip.compat.cache import attend_cache
 from onchip.compat.missing import refuse
-from onchip.compat.translate import attend, band, draw_seed, probabilities, scoring
+from onchip.compat.translate import attend, band, parts, scoring
+from onchip.compat.weights import draw_seed, probabilities
 
 __getattr__ = refuse(
     __name__,
@@ -52,7 +54,7 @@ def _run(
     out, lse = attend(q, k, v, dropout=dropout_p, seed=seed, deterministic=deterministic, **common)
     if not return_attn_probs:
         return out
-    return out, lse, probabilities(q, k, common, dropout_p, seed or 0)
+    return out, lse, probabilities(q, k, common, dropout_p, seed)
 
 
 def flash_attn_func(
@@ -80,7 +82,7 @@ def flash_attn_kvpacked_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash_attn_func of kv (batch, seqlen_k, 2, heads_k, dim)."""
-    k, v = kv.unbind(2)
+    k, v = parts("kv", kv, 2, 2)
     return _run(
         q,
         k,
@@ -101,7 +103,7 @@ def flash_attn_qkvpacked_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash_attn_func of qkv (batch, seqlen, 3, heads, dim)."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = parts("qkv", qkv, 2, 3)
     return _run(
         q,
         k,
@@ -142,7 +144,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash_attn_varlen_func of kv (total_k, 2, heads_k, dim)."""
-    k, v = kv.unbind(1)
+    k, v = parts("kv", kv, 1, 2)
     return _run(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
@@ -154,7 +156,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash_attn_varlen_func of qkv (total, 3, heads, dim)."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = parts("qkv", qkv, 1, 3)
     return _run(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_q=cu_seqlens, cu_k=cu_seqlens, max_q=max_seqlen, max_k=max_seqlen,
@@ -189,11 +191,14 @@ def flash_attn_with_kvcache(
     all of q to the position of the first new key.
     """
     left, right = window_size
+    start = None
+    if cache_leftpad is not None and rotary_cos is not None and cache_seqlens is not None:
+        start = cache_seqlens - cache_leftpad
     out, lse = attend_cache(
         q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad, page_table=block_table, num_splits=num_splits,
         rotary=None if rotary_cos is None else onchip.Rotary(rotary_cos, rotary_sin, rotary_interleaved),
-        rotary_start=None if cache_leftpad is None or rotary_cos is None else cache_seqlens - cache_leftpad,
+        rotary_start=start,
         spread=causal or left >= 0 or right >= 0,
         mask=band(causal, left, right), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
     )  # fmt: skip
@@ -216,7 +221,8 @@ def _forward(
     with torch.no_grad():
         out, lse = attend(q, k, v, dropout=dropout_p, seed=seed, **common)
         weights = probabilities(q, k, common, dropout_p, seed) if return_softmax else q.new_empty(0)
-    return out, lse, weights, torch.tensor([seed, 0], dtype=torch.int64)
+    key = torch.as_tensor(seed).reshape(1)
+    return out, lse, weights, torch.cat([key, torch.zeros_like(key)])
 
 
 def _flash_attn_forward(
@@ -295,7 +301,7 @@ def _backward(
 ):
     if dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state: got None with dropout_p > 0, expected what the forward call returned")
-    seed = 0 if rng_state is None else int(rng_state[0])
+    seed = 0 if rng_state is None else rng_state[:1] if ops.traced() else int(rng_state[0])
     dout, q, k, v, out, lse = tensors
     return gradients(
         dout, q, k, v, out, lse, targets, mask=band(causal, *window), score=scoring(softcap, slopes),

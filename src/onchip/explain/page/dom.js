@@ -83,7 +83,7 @@ async function unpack(text) {
 
 const LABELS = {
   standard: "standard", eager: "standard in PyTorch", flash1: "FlashAttention", flash2: "FlashAttention-2",
-  onchip: "onchip", minimum: "each tensor once",
+  onchip: "onchip", hopper: "onchip on Hopper", minimum: "each tensor once",
 };
 const TENSORS = {
   q: "Q", k: "K", v: "V", out: "out", S: "S", P: "P", lse: "lse", dout: "dO", dq: "dQ", dk: "dK", dv: "dV", dP: "dP",

@@ -94,7 +94,8 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _update_cos_sin_cache(self, seqlen: int, device=None, dtype=None):
         """Tables of seqlen positions, computed in float32 whatever the module was cast to."""
-        found = self._tables
+        graph = torch.compiler.is_compiling()  # tables that are kept would tie a graph to their length
+        found = None if graph else self._tables
         if (
             found is not None
             and found[0].shape[0] >= seqlen
@@ -110,7 +111,8 @@ class RotaryEmbedding(torch.nn.Module):
             power = (position - seqlen // 2) / self.scale_base
             scale = self._compute_scale(device) ** power[:, None]
             made = tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))  # type: ignore
-        self._tables = made
+        if not graph:
+            self._tables = made
         return made
 
     def forward(
