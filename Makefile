@@ -73,9 +73,8 @@ $(VENV)/.triton: $(VENV)/.test
 # The native CPU kernels, in place, where a C++ compiler is; without one the tiled loop serves everything.
 $(VENV)/.native: CMakeLists.txt $(wildcard src/onchip/backends/cpu/kernels/*) $(VENV)/.test
 	if command -v c++ >/dev/null; then \
-	  rm -rf src/onchip/backends/cpu/lib; \
 	  PATH="$(abspath $(VENV))/bin:$$PATH"; cmake -S . -B build/native -G Ninja && cmake --build build/native && \
-	  cmake --install build/native --prefix src; else echo "no C++ compiler: no native CPU kernels"; fi
+	  rm -rf src/onchip/backends/cpu/lib && cmake --install build/native --prefix src; else echo "no C++ compiler: no native CPU kernels"; fi
 	touch $@
 
 $(VENV)/.demo: EXTRAS := demo

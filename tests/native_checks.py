@@ -25,7 +25,7 @@ CPU = ROOT / "src" / "onchip" / "backends" / "cpu"
 ISA, HOME, SHARE = "ONCHIP_CPU_ISA", "ONCHIP_CHECKS_HOME", "ONCHIP_CHECKS_SHARE"
 CONTRACT = ("test_contract_native.py", "test_native.py")
 THREADS = "test_threads_change_no_bit"  # in every share: the contract itself runs on one thread
-SHARES = {"wheel": 8, "isas": 1, "sanitize": 16, "driver": 1}
+SHARES = {"wheel": 12, "isas": 2, "sanitize": 20, "driver": 1}
 ARM = "aarch64-linux-gnu"
 # Enough for the kernels' headers; the libraries bring instructions of their own.
 DRIVER_FLAGS = {"x86_64": ("-mavx2", "-mfma", "-mf16c"), "aarch64": (), "arm64": ()}
@@ -101,8 +101,8 @@ def wheel(folder, part, parts):
 
 def isas(folder, part, parts):
     tree = sys.executable, ROOT / "src", ROOT / "tests"
-    for isa in instruction_sets()[1:]:
-        contract(*tree, CONTRACT, isa, f"{part}/{parts}")
+    for i, isa in enumerate(instruction_sets()[1:]):  # each takes another share
+        contract(*tree, CONTRACT, isa, f"{part + i}/{parts}")
     contract(*tree, ("test_contract_cpu.py::TestCpu",), "none", f"{part}/{parts}")
 
 

@@ -135,6 +135,17 @@ def test_plan_of_a_gpu_that_is_not_named(capsys):
         (("bench", "--seqlen", "a,b"), "a,b"),
         (("bench", "--cases", "/nowhere/cases.json"), "cases.json"),
         (("bench", "--impl", "fa9"), "fa9"),
+        (("bench", "paper", "--cases", "x.json"), "--cases.*paper"),
+        (("bench", "paper", "-n", "64", "--impl", "onchip"), "--seqlen, --impl.*paper"),
+        (("bench", "--cases", "x.json", "-n", "64", "-m", "causal"), "--seqlen, --mask.*--cases"),
+        (("bench", "--quick"), "--quick.*paper"),
+        (("bench", "--lengths", "3,4", "-n", "64"), "--seqlen.*--lengths"),
+        (("bench", "-n", "9" * 20), "seqlen_q.*2**31"),
+        (("plan", "--lengths", "3,4", "--batch", "2"), "--batch.*--lengths"),
+        (("plan", "--cache", "3,4", "--batch", "3"), "--batch: got 3.*2"),
+        (("plan", "--cache", "9" * 20), "seqlen_k.*2**31"),
+        (("verify", "-n", "16", "--backend", "cuda"), "backend: got 'cuda'"),
+        (("verify", "--lengths", "3,4", "--seqlen-k", "64"), "--seqlen-k.*--lengths"),
         (("verify", "--dropout", "2"), "dropout"),
         (("verify", "--backend", "triton", "-n", "16"), "triton"),
         (("doctor", "--wrong"), "--wrong"),
@@ -147,6 +158,21 @@ def test_anything_wrong_is_one_line(capsys, arguments, words):
     assert code not in (0, None)
     assert said.startswith("onchip: ") and len(said.splitlines()) == 1, said
     assert all(word in said for word in words.split(".*"))
+
+
+@pytest.mark.parametrize("command", ["plan", "bench", "verify"])
+def test_what_no_memory_holds_is_one_line(capsys, monkeypatch, command):
+    def fails(*args, **kwargs):
+        raise RuntimeError("can't allocate memory\nException raised from somewhere\nframe #0")
+
+    monkeypatch.setattr("onchip.plan", fails)
+    monkeypatch.setattr("onchip.bench.peers.inputs", fails)
+    assert call(command, "-n", "16") == "onchip: can't allocate memory"
+
+
+def test_names_of_implementations_may_be_apart(capsys):
+    assert not call("bench", "-n", "16", "-H", "1", "--impl", "onchip, standard", "--repeats", "1")
+    assert "standard" in capsys.readouterr().out
 
 
 def test_bench(capsys, tmp_path):

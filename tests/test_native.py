@@ -192,3 +192,12 @@ def test_any_scale(dtype, scale):
     q, k, v = (torch.randn(1, n, 2, 24).to(dtype) for n in (70, 130, 130))
     found = dict(zip(("out", "lse", "dq", "dk", "dv"), attend(q, k, v, scale=scale), strict=True))
     oracle.assert_close_as_torch(found, q, k, v, dout=torch.ones_like(found["out"]), scale=scale)
+
+
+def test_lse_is_a_tensor_of_its_own():
+    q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (5, 9, 9))
+    out, lse = onchip.attention(q, k, v, return_lse=True, backend="native")
+    assert (
+        lse.untyped_storage().nbytes() == lse.numel() * 4
+        and out.untyped_storage().nbytes() == out.numel() * 4
+    )

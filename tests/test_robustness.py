@@ -81,6 +81,7 @@ def test_no_heads():
     for backend in ("cpu", "reference"):
         out, lse = onchip.attention(x, x, x, backend=backend, return_lse=True)
         assert out.shape == (2, 4, 0, 4) and lse.shape == (2, 0, 4)
+    assert onchip.attention(x, x, x).shape == (2, 4, 0, 4)
     assert onchip.plan(x, x, x).pairs == 0
 
 

@@ -95,6 +95,19 @@ def test_a_change_of_backend_is_told(caplog):
     assert re.search(f"changed from {ON_CPU} to reference", caplog.text) and len(caplog.records) == 1
 
 
+def test_layers_of_two_kinds_do_not_flood_the_log(caplog):
+    """Each change is told once, with the reason, however often it comes."""
+    q, k, v = qkv(1, 8, 8, 1)
+    with watch() as seen, caplog.at_level(logging.WARNING, "onchip.watch"):
+        for _ in range(5):
+            onchip.attention(q, k, v)
+            onchip.attention(q, k, v, backend="reference")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and told[0].startswith(f"backend changed from {ON_CPU} to reference")
+    assert told[1].startswith(f"backend changed from reference to {ON_CPU}: it is dense")
+    assert seen.backends == {ON_CPU: 5, "reference": 5}
+
+
 def test_every_nth_call():
     q, k, v = qkv(1, 8, 8, 1)
     with watch(every=3) as seen:

