@@ -71,7 +71,10 @@ def passes() -> Iterator[tuple[dict, Calls]]:
     for dtype in DTYPES:
         for shape in SHAPES:
             for causal in (False, True):
-                yield from both_passes(shape, dtype, causal)
+                cases = both_passes(shape, dtype, causal)
+                yield next(cases)
+                if dtype is not torch.float16 or shape[2] < 4096:  # torch's takes 14 s a call at 4096
+                    yield from cases
 
 
 def both_passes(

@@ -95,7 +95,7 @@ def native(run: dict) -> str:
             str(tuple(r["shape"])),
             r["mask"],
         ]
-        + [f"{r['ms'][name]:.1f}" for name in ("onchip", "sdpa")]
+        + [f"{r['ms'][name]:.2f}" for name in ("onchip", "sdpa")]
         + [f"{r[name]:.2f}" for name in ("sdpa/onchip", "process sdpa/onchip")]
         for r in run["results"]
         if "ms" in r
