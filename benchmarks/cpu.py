@@ -199,7 +199,7 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    threads, kernels = torch.get_num_threads(), onchip.backends.cpu.status()
+    threads, kernels = torch.get_num_threads(), onchip.backends.cpu.isa.status()
     about = {
         "date": date.today().isoformat(),
         "device": f"{threads} threads, {platform.machine()}, {kernels}",

@@ -29,6 +29,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """No compiled graphs and no counts of them, from before or for after."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Of the backends in turn, the native one may refuse in words what it has no kernels for."""
@@ -45,7 +56,7 @@ def pytest_pyfunc_call(pyfuncitem):
 def backend(request, monkeypatch):
     """The name of a backend. Small tiles let short sequences cross many of them, as long ones do."""
     if request.param == "native" and onchip.backends.cpu.isa.load().isa is None:
-        pytest.skip(onchip.backends.cpu.status())
+        pytest.skip(onchip.backends.cpu.isa.status())
     if request.param != "cpu in small tiles":
         return request.param
     from onchip.backends import cpu

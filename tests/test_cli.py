@@ -254,7 +254,7 @@ def test_doctor(capsys):
 @pytest.mark.parametrize("there", [True, False])
 def test_doctor_of_the_two_cpu_backends(capsys, monkeypatch, there):
     """A row each: which native kernels, or why there are none, is said once, in theirs."""
-    monkeypatch.setattr(select.load("cpu"), "status", lambda: "fast kernels of my own", raising=False)
+    monkeypatch.setattr(select.load("native"), "status", lambda: "fast kernels of my own")
     why = None if there else "there is no compiler"
     monkeypatch.setattr(select.load("native"), "refuse", lambda problem: why)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

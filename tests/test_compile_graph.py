@@ -12,6 +12,8 @@ from onchip.compat import flash_attn, flash_attn_interface
 from onchip.compat.flash_attn import cute
 from onchip.integrations.sdpa import replace_sdpa
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 CU = torch.tensor([0, 4, 9], dtype=torch.int32)
 IDS = torch.tensor([0] * 4 + [1] * 9)
 FAR = onchip.where(lambda b, h, q, k: (q + k) % 3 != 0)
@@ -71,14 +73,6 @@ def assert_same(call, compiled, *tensors):
         *(torch.autograd.grad(o, tensors, up, allow_unused=True) for o in outs), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs():

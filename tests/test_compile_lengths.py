@@ -9,6 +9,8 @@ from onchip.compat import flash_attn, flash_attn_interface as fa3
 from onchip.compat.flash_attn import cute
 from onchip.compat.flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 
 def dense(n):
     return torch.randn(2, n, 4, 8), torch.randn(2, n + 3, 2, 8)
@@ -117,14 +119,6 @@ CACHED = {
 def part(q, k):
     out, lse = fa3.flash_attn_func(q, k, k, return_attn_probs=True)
     return out, lse.transpose(1, 2)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", [*CALLS, *CACHED])

@@ -11,6 +11,8 @@ from onchip.backends.cpu import native
 from onchip.compat import flash_attn, flash_attn_interface
 from onchip.compat.flash_attn import flash_attn_interface as fa
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LAYER = nn.MultiheadAttention(32, 4, batch_first=True)
 OPTIONS = {"causal": True, "softcap": 5.0, "return_attn_probs": True}
 
@@ -63,14 +65,6 @@ CALLS = {
         lambda n: (torch.randn(n + 5, 4, 8), torch.randn(n + 5, 2, 8), boundaries(n)),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(call, dynamic):
@@ -186,7 +180,7 @@ def test_opcheck(packed):
 
 @pytest.mark.parametrize("backend", ["cpu", "native", "reference"])
 def test_an_operator_s_results_share_no_storage(backend):
-    """A backend may make several of its results as one tensor; torch refuses that of an operator."""
+    """torch refuses them of an operator; a backend that made lse and rest as one tensor could not be compiled."""
     if backend == "native" and native.refuse(onchip.plan(*[(1, 9, 2, 8)] * 3).problem) is not None:
         pytest.skip("no native kernels here")
 

@@ -29,7 +29,7 @@ def run(code, isa=None):
     return (done.stdout or done.stderr).strip().splitlines()[-1]
 
 
-STATUS = "import onchip; print(onchip.backends.cpu.status())"
+STATUS = "import onchip; print(onchip.backends.cpu.isa.status())"
 
 
 def test_the_best_library_is_taken():

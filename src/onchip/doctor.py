@@ -71,19 +71,12 @@ def _machine() -> dict[str, str]:
     return found
 
 
-def _status(name: str) -> str | None:
-    """What a backend says of itself. The CPU backend's words are of the native kernels, which are one of their own."""
-    status = (
-        None if name == "cpu" else getattr(select.load("cpu" if name == "native" else name), "status", None)
-    )
-    return None if status is None else str(status())
-
-
 def _backend(name: str) -> dict[str, str | None]:
     """refused: why it does not take a plain problem, None where it does. status: what it says of itself."""
     try:
         module = select.load(name)
-        said = _status(name)
+        status = getattr(module, "status", None)
+        said = None if status is None else str(status())
     except Exception as error:  # a backend that cannot even be imported is a finding
         return {"refused": f"{type(error).__name__}: {error}", "status": None}
     tried = {where: _refusal(module, where) for where in ("cuda", "cpu")}

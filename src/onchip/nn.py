@@ -111,8 +111,7 @@ def _weights(q: Tensor, k: Tensor, mask: Mask | None, score: Score | None) -> Te
     Of 512 columns at most at a time: kernels hold no wider values.
     """
     unit = torch.eye(k.shape[1], dtype=q.dtype, device=q.device)[None, :, None].expand(*k.shape[:3], -1)
-    columns = unit.split(512, -1) if k.shape[1] > 512 else (unit,)
-    found = [attention(q, k, part, mask=mask, score=score) for part in columns]
+    found = [attention(q, k, part, mask=mask, score=score) for part in unit.split(512, -1)]
     return torch.cat(found, -1).transpose(1, 2)  # type: ignore[arg-type]
 
 

@@ -139,12 +139,8 @@ def _attention(
     )  # fmt: skip
     with _own_autograd():
         out, lse, rest = call.backend.forward(call.problem, call.operands, call.tiles)
-    out, lse = out.contiguous(), lse.contiguous()
-    if rest is None:
-        return out, lse, torch.zeros_like(lse)
-    # An operator's results share no storage, and a backend may have made lse and rest as one tensor.
-    shared = rest.untyped_storage().data_ptr() == lse.untyped_storage().data_ptr()
-    return out, lse, rest.clone() if shared else rest.contiguous()
+    rest = torch.zeros_like(lse) if rest is None else rest
+    return out.contiguous(), lse.contiguous(), rest.contiguous()
 
 
 @contextmanager

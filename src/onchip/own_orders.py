@@ -117,10 +117,12 @@ def _facts(device: str | None) -> Any:
 def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | None) -> tuple[Sweep, ...]:
     """backends/triton: query tiles outside, the longest of a causal mask first; a few queries' heads are one tile.
 
-    The stacking is that of `packs`. Lists of tiles are made where the mask holds more than bands and intervals; over a
+    Lists of tiles are made where the mask holds more than bands and intervals; over a
     cache, whose lengths are on the device, there are none.
     """
-    pack = problem.group if problem.seqlen_q * problem.group <= 128 and not by_head else 1
+    from onchip.backends.triton.table import packs
+
+    pack = packs(problem, by_head)
     found = tiles or chosen_tiles(replace(problem, seqlen_q=problem.seqlen_q * pack), "triton", device)
     own = Tiles(max(found.tile_m // pack, 1), found.tile_n)
     stores, products, cached = ("out", "lse"), ("dim", "dim_v"), problem.layout in ("cache", "paged")

@@ -102,7 +102,7 @@ def _moved(step: str, own: Traffic, standard: Traffic) -> str:
 def _kind(backend: str) -> str:
     """The backend's name; of the CPU's two, which loop it is."""
     if backend == "native":
-        from onchip.backends.cpu import status
+        from onchip.backends.cpu.isa import status
 
         return f"native ({status()})"
     return "cpu (the tiled loop of torch operations)" if backend == "cpu" else backend

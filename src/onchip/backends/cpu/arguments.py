@@ -21,9 +21,9 @@ from onchip.score import Score
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _UNBOUNDED = -(2**63)
-# Pairs of one look at a mask, about 8 MiB of int64 temporaries; pairs shown to the kernels at once, a byte each: to the
-# forward pass what stays in cache while all heads read it, to the backward pass, which prepares all rows, many.
-_LOOK, _SHOWN_ROWS, _SHOWN_KEYS = 1 << 20, 1 << 23, 1 << 25
+# Pairs of one look at a mask, about 8 MiB of int64 temporaries; pairs shown to the kernels at once, a byte each: many,
+# since the backward pass prepares all rows for them.
+_LOOK, _SHOWN = 1 << 20, 1 << 25
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -225,15 +225,14 @@ def _intervals(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
 def pieces(problem: Problem, operands: Operands, rows: bool) -> Iterator[tuple[list[int], Region]]:
     """Stretches of queries (rows) or keys, each with its sequences and the region whose tile bits serve them all."""
     by_batch, by_head = mask_dependence(problem, operands.mask)
-    shown = _SHOWN_ROWS if rows else _SHOWN_KEYS
     heads = problem.heads_q if by_head else 1
     for (q_len, k_len), members in by_lengths(problem, operands).items():
         along, across = (q_len, k_len) if rows else (k_len, q_len)
-        at_once = max(shown // max(64 * across * heads, 1), 1) if by_batch else len(members)
+        at_once = max(_SHOWN // max(64 * across * heads, 1), 1) if by_batch else len(members)
         for first in range(0, len(members), at_once):
             own = members[first : first + at_once]
             asked = torch.tensor(own if by_batch else own[:1])
-            step = max(shown // max(across * heads * len(asked), 1) // 64 * 64, 64)
+            step = max(_SHOWN // max(across * heads * len(asked), 1) // 64 * 64, 64)
             for start in range(0, max(along, 1), step):
                 stop = min(start + step, along)
                 ends = (start, stop, 0, k_len) if rows else (0, q_len, start, stop)

@@ -27,11 +27,6 @@ class Library:
     backward: Any = None
     backward_sizes: Any = None  # and one to two int64: chunks of the keys, floats of dq_parts
 
-    @property
-    def pairs(self) -> bool:
-        """Whether bfloat16 is multiplied as it is, without a change to float32."""
-        return self.isa == "avx512_bf16"
-
 
 def supported() -> tuple[str, ...]:
     """The instruction sets that this processor runs, best first."""

@@ -24,6 +24,8 @@ from onchip.rules import Band
 from onchip.schedule import Tiles
 from onchip.score import Score
 
+status = isas.status  # what `onchip doctor` says
+
 _ROWS, _KEYS = 64, 256  # of a tile: ROWS and KEYS of kernels/
 _WIDEST = 512
 _BANDS = ((), ("band",))  # masks that the kernels compute from lengths alone
@@ -112,7 +114,7 @@ def _forward_plain(problem: Problem, operands: Operands, run: Any) -> Output:
     call = arguments.Call.from_buffer_copy(_plain(problem, strides, operands.mask.band))
     batch, seqlen_q, heads = problem.batch, problem.seqlen_q, problem.heads_q
     out = q.new_empty((batch, seqlen_q, heads, problem.dim_v))
-    # Two tensors: in-place operations on one, and its lifetime, are its own.
+    # Two tensors: an operator's results share no storage, and a user's lse does not keep rest alive.
     lse, rest = torch.empty((batch, heads, seqlen_q)), torch.empty((batch, heads, seqlen_q))
     call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     call.lse, call.rest, call.threads = lse.data_ptr(), rest.data_ptr(), torch.get_num_threads()

@@ -19,15 +19,9 @@ from onchip.backends.triton.arguments import (
 from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
 from onchip.backends.triton.launch import Step, aligned, prepared
 from onchip.backends.triton.parts import View
-from onchip.backends.triton.table import config
+from onchip.backends.triton.table import config, packs
 from onchip.problem import Operands, Output, Problem
 from onchip.schedule import Tiles
-
-
-def packs(problem: Problem, mask_by_head: bool) -> int:
-    """Query heads of a key head stacked in one tile: all of them where they fit, so that K and V are read once."""
-    rows = problem.seqlen_q * problem.group
-    return problem.group if problem.group > 1 and rows <= 128 and not mask_by_head else 1
 
 
 def choose_splits(problem: Problem, programs: int, key_tiles: int, multiprocessors: int) -> int:

@@ -137,3 +137,9 @@ def config(problem: Problem, step: str, facts: Facts, rows: int | None = None) -
         ):  # decoding is bound by the reads of K and V: four warps keep more programs in flight
             found = found._replace(num_warps=4, num_stages=found.num_stages + 1)
     return found
+
+
+def packs(problem: Problem, mask_by_head: bool) -> int:
+    """Query heads of a key head stacked in one tile: all of them where they fit, so that K and V are read once."""
+    rows = problem.seqlen_q * problem.group
+    return problem.group if problem.group > 1 and rows <= 128 and not mask_by_head else 1

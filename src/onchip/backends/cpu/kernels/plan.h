@@ -1,5 +1,5 @@
-// How the forward pass is cut: blocks of rows, pieces of work that take some blocks through the keys together, splits of
-// the keys.
+// How rows are cut into blocks; of the forward pass also the pieces of work, which take some blocks through the keys
+// together, and the splits of the keys.
 #pragma once
 
 #include "tile.h"
@@ -20,21 +20,20 @@ struct Plan {
         neighbours(decoding && c.k.head == c.dim * size_of(c.dtype) && c.v.head == c.dim_v * size_of(c.dtype)), splits(c.splits),
         starts((c.n_members + 1) * 16) {
     const int64_t dims = most<int64_t>(c.dim + c.dim_v, 1);
-    for (int64_t i = 0; i < c.n_members; i++) blocks += c.heads_k * cut(c, sequence(c, i)).count;
+    for (int64_t i = 0; i < c.n_members; i++) first(i, 0) = blocks, blocks += c.heads_k * cut(c, sequence(c, i)).count;
+    first(c.n_members, 0) = blocks;
     // 32 pieces keep the cores of one socket busy; a split of fewer than 512 keys costs more to join than it brings.
     together = decoding ? c.heads_k : most<int64_t>(1, least(blocks / 32, (1 << 18) / (ROWS * dims * 4)));
     at_once = decoding ? least<int64_t>(128, most<int64_t>(16, (1 << 18) / (c.heads_k * dims * size_of(c.dtype)) / 16 * 16)) : KEYS;
-    blocks = 0;
-    for (int64_t i = 0; i <= c.n_members; i++) {
-      first(i, 0) = blocks;
+    for (int64_t i = 0; i < c.n_members; i++) {
       first(i, 1) = pieces;
-      const int64_t count = i < c.n_members ? cut(c, sequence(c, i)).count : 0;  // of a head
-      blocks += c.heads_k * count;
-      pieces += decoding ? count > 0 : c.heads_k * parts(count, together);
+      pieces += decoding ? of_head(i) > 0 : c.heads_k * parts(of_head(i), together);
     }
+    first(c.n_members, 1) = pieces;
     if (splits == 0) splits = pieces >= 32 || pieces == 0 ? 1 : least(parts(32, pieces), most<int64_t>(c.seqlen_k / 512, 1));
   }
   int64_t& first(int64_t i, int which) const { return ((int64_t*)starts.data)[2 * i + which]; }
+  int64_t of_head(int64_t i) const { return (first(i + 1, 0) - first(i, 0)) / call.heads_k; }  // blocks of a sequence
   int64_t find(int64_t n, int which) const {  // the sequence that a block, or a piece, is of
     int64_t low = 0, high = call.n_members;
     while (high - low > 1) {
@@ -44,15 +43,15 @@ struct Plan {
     return low;
   }
   int64_t begin(int64_t piece, int64_t& count) const {  // the first block of a piece, and how many it has
-    const int64_t i = find(piece, 1), within = piece - first(i, 1), of_head = (first(i + 1, 0) - first(i, 0)) / call.heads_k;
+    const int64_t i = find(piece, 1), within = piece - first(i, 1);
     if (decoding) return count = call.heads_k, first(i, 0);
-    const int64_t of_pieces = parts(of_head, together), at = within % of_pieces * together;
-    count = least(together, of_head - at);
-    return first(i, 0) + within / of_pieces * of_head + at;
+    const int64_t of_pieces = parts(of_head(i), together), at = within % of_pieces * together;
+    count = least(together, of_head(i) - at);
+    return first(i, 0) + within / of_pieces * of_head(i) + at;
   }
   Rows rows(int64_t block) const {
-    const int64_t i = find(block, 0), of_head = (first(i + 1, 0) - first(i, 0)) / call.heads_k, within = block - first(i, 0);
-    return make_rows(call, sequence(call, i), within / of_head, of_head - 1 - within % of_head);  // causal: longest first
+    const int64_t i = find(block, 0), within = block - first(i, 0), n = of_head(i);
+    return make_rows(call, sequence(call, i), within / n, n - 1 - within % n);  // causal: longest first
   }
 };
 

@@ -124,7 +124,6 @@ INLINE bool differ(Vec a, Vec b) { return to_bits((Lanes)(a == b)) != (1u << VL)
 INLINE uint64_t at_least(Ints a, Ints b) { return to_bits((Lanes)(a >= b)); }
 INLINE uint64_t at_least_unsigned(Ints a, Ints b) { return to_bits((Lanes)((Words)a >= (Words)b)); }
 INLINE Vec absolute(Vec x) { return (Vec)((Ints)x & all(INT32_MAX)); }
-INLINE Vec as_floats(Ints x) { return (Vec)__builtin_convertvector(x, Vec); }
 INLINE float sum(Vec x) {
   float total = 0;
   for (int i = 0; i < VL; i++) total += x[i];
