@@ -1,7 +1,6 @@
 // Backward: each worker takes a key head (or a chunk of its keys), tile by tile of keys, through all rows of Q, so that
 // dK and dV of a tile are sums in fast memory. Scores are computed again from lse. dQ is summed over the tiles in order;
 // where several chunks add to one dQ, each keeps its own sum, and the sums are added in order at the end.
-#include "pairs.h"
 #include "plan.h"
 
 namespace {
@@ -24,33 +23,29 @@ struct Block {  // rows of Q, with what the pass reads of them
   alignas(64) float lse[ROWS], rest[ROWS], delta[ROWS];
 };
 
-template <class E, int T>
-struct Worker {
-  const Call& c;
+int64_t most_blocks(const Call& c) {  // of one run of rows
+  int64_t n = 0;
+  for (int64_t i = 0; i < c.n_members; i++) n = most(n, cut(c, sequence(c, i)).per_head);
+  return n;
+}
+
+template <int T>
+struct Worker : Tile {
+  using E = Products<T>;
+  static constexpr int64_t OF_PAIRS = E::DEPTH == 2 ? 2 : 0;  // bytes of a number in what only products of pairs need
   const Plan& plan;
-  float* dq_parts;
-  int64_t dim, dim_v, longest;  // whole vectors of dim; most blocks of one run of rows
-  const Units units;
-  Buffer blocks, columns, rows, sums, s, p, bits, k, v, k_columns, own, dk, dv, narrow_p, narrow_s, pairs_s, bias, slope;
+  float* const dq_parts;
+  const int64_t chunk_keys, longest = most_blocks(c);
+  const int64_t dim = round_up(c.dim, VL), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
+  const int64_t width = (dim + dim_v) * ROWS / E::DEPTH;                   // floats of a block of Q and dout
+  const Buffer blocks{longest * (int64_t)sizeof(Block)}, columns{longest * width * 4}, rows{longest * width * 4};
+  const Buffer sums{dq_parts ? 0 : longest * dq_size(c) * 4}, dk{chunk_keys * dim * 4}, dv{chunk_keys * dim_v * 4};
+  const Buffer k{KEYS * dim * 4}, v{KEYS * dim_v * 4}, k_columns{(KEYS + 2 * VL) * dim * OF_PAIRS}, own{KEYS * dim * 4};
+  const Buffer p{KEYS * ROWS * 4}, narrow_{KEYS * ROWS * OF_PAIRS}, pairs{KEYS * ROWS * OF_PAIRS};
+  const Buffer slope{c.softcap != 0 ? KEYS * ROWS * 4 : 0};
 
-  static int64_t most_blocks(const Call& c) {
-    int64_t n = 0;
-    for (int64_t i = 0; i < c.n_members; i++) n = most(n, cut(c, sequence(c, i)).per_head);
-    return n;
-  }
-
-  Worker(const Call& call, const Plan& p_, float* parts_, int64_t chunk_keys)
-      : c(call), plan(p_), dq_parts(parts_), dim(round_up(c.dim, VL)), dim_v(round_up(c.dim_v, VL)),
-        longest(most_blocks(c)), units(call), blocks(longest * (int64_t)sizeof(Block)),
-        columns(longest * ROWS * (dim + dim_v) * 4 / E::DEPTH), rows(longest * ROWS * (dim + dim_v) * 4 / E::DEPTH),
-        sums(dq_parts ? 0 : longest * ROWS * c.dim * 4), s((KEYS + 2) * ROWS * 4), p((KEYS + 2) * ROWS * 4),
-        bits(KEYS * 16), k((KEYS + 32) * dim * 4), v(KEYS * dim_v * 4), k_columns(E::DEPTH == 2 ? (KEYS + 32) * dim * 2 : 0), own((KEYS + 32) * dim * 4),
-        dk(chunk_keys * dim * 4), dv(chunk_keys * dim_v * 4), narrow_p(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0),
-        narrow_s(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0), pairs_s(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0),
-        bias(c.bias ? (KEYS + VL) * ROWS * 4 : 0), slope(c.softcap != 0 ? KEYS * ROWS * 4 : 0) {}
-
-  uint64_t* seen() const { return (uint64_t*)bits.data; }
-  uint64_t* kept() const { return seen() + KEYS; }
+  Worker(const Call& call, const Plan& of_call, float* parts_, int64_t keys)
+      : Tile(call), plan(of_call), dq_parts(parts_), chunk_keys(keys) {}
   Block& block(int64_t i) const { return ((Block*)blocks.data)[i]; }
 
   // One key head of one sequence, keys [begin, end).
@@ -89,34 +84,37 @@ struct Worker {
     b.rows = r;
     b.dq = dq;
     if (!dq_parts) std::memset(dq, 0, (size_t)dq_size(c) * 4);
-    const int64_t width = (dim + dim_v) * ROWS / E::DEPTH;
     b.q_columns = columns.floats() + j * width;
     b.dout_columns = b.q_columns + dim * ROWS / E::DEPTH;
     b.q_rows = rows.floats() + j * width;
     b.dout_rows = b.q_rows + dim * ROWS / E::DEPTH;
-    bool blind[ROWS] = {};
+    const char *q[ROWS] = {}, *dout[ROWS] = {};
     for (int i = 0; i < r.lanes; i++) {
       b.lse[i] = INFINITY;  // 2^(s - inf) = 0: rows without a key, and lanes without a row, weigh nothing
       b.rest[i] = b.delta[i] = 0;
       if (i >= r.count) continue;
-      const int64_t batch = r.sequence.q_batch, row = r.sequence.q_start + r.query(i), head = r.query_head(i);
-      const int64_t at_row = batch * c.row_batch + head * c.row_head + row;
-      const double lse = (double)c.lse[at_row] + c.rest[at_row], sink = c.sink ? c.sink[head] : 0;
-      blind[i] = lse == -INFINITY || (c.sink && lse - sink <= 1e-13 * std::fabs(sink));  // nothing, or nothing but the sink
-      float delta = c.dlse && (c.sink || !blind[i]) ? -c.dlse[batch * c.dlse_batch + head * c.dlse_head + row * c.dlse_row] : 0;
-      if (!blind[i]) {
-        delta += dot(at(c.dout, batch, row, head), at(c.out, batch, row, head), c.dim_v);
+      const int64_t row = r.statistic(c, i), head = r.query_head(i);
+      const double lse = (double)c.lse[row] + c.rest[row], sink = c.sink ? c.sink[head] : 0;
+      // No key, or nothing but the sink.
+      const bool blind = lse == -INFINITY || (c.sink && lse - sink <= 1e-13 * std::fabs(sink));
+      float delta = 0;
+      if (c.dlse && (c.sink || !blind))
+        delta = -c.dlse[r.sequence.q_batch * c.dlse_batch + head * c.dlse_head + (r.sequence.q_start + r.query(i)) * c.dlse_row];
+      if (!blind) {
+        q[i] = r.row(c.q, i);
+        dout[i] = r.row(c.dout, i);
+        delta += dot(dout[i], r.row(c.out, i), c.dim_v);
         const double in_log2 = lse * LOG2E;
-        b.lse[i] = units.modified ? c.lse[at_row] : (float)in_log2;
-        b.rest[i] = units.modified ? c.rest[at_row] : std::isfinite(in_log2) ? (float)(in_log2 - (double)b.lse[i]) : 0.0f;
+        b.lse[i] = units.modified ? c.lse[row] : (float)in_log2;
+        b.rest[i] = units.modified ? c.rest[row] : std::isfinite(in_log2) ? (float)(in_log2 - (double)b.lse[i]) : 0.0f;
         b.delta[i] = delta;
       }
-      if (c.delta && chunk == 0) c.delta[at_row] = delta;
+      if (c.delta && chunk == 0) c.delta[row] = delta;
     }
-    pack_columns<E, T>(c.q, r, c.dim, b.q_columns, blind);
-    pack_columns<E, T>(c.dout, r, c.dim_v, b.dout_columns, blind);
-    pack_rows(c.q, r, c.dim, dim, b.q_rows, blind);
-    pack_rows(c.dout, r, c.dim_v, dim_v, b.dout_rows, blind);
+    pack_columns<T>(q, r.lanes, c.dim, b.q_columns);
+    pack_columns<T>(dout, r.lanes, c.dim_v, b.dout_columns);
+    pack_rows(q, r.lanes, c.dim, dim, b.q_rows);
+    pack_rows(dout, r.lanes, c.dim_v, dim_v, b.dout_rows);
   }
 
   static float dot(const char* a, const char* b, int64_t n) {
@@ -126,29 +124,13 @@ struct Worker {
     return sum(total);
   }
 
-  // Rows as they are: [lanes][ld] floats, or [lanes / 2][ld] pairs of two rows.
-  static void pack_rows(const Strided& t, const Rows& r, int64_t width, int64_t ld, float* to, const bool* blind) {
-    const auto row = [&](int i) -> const char* {
-      if (i >= r.count || blind[i]) return nullptr;
-      return at(t, r.sequence.q_batch, r.sequence.q_start + r.query(i), r.query_head(i));
-    };
-    if constexpr (E::DEPTH == 2) {
-#if HAS_PAIRS
-      static const uint16_t zeros[16] = {};
-      for (int i = 0; i < r.lanes; i += 2)
-        for (int64_t d = 0; d < width; d += 16) {
-          const char *a = row(i), *b = row(i + 1);
-          store(to + i / 2 * ld + d, interleave(a ? (const uint16_t*)a + d : zeros, b ? (const uint16_t*)b + d : zeros,
-                                                least<int64_t>(16, width - d)));
-        }
-#endif
-    } else {
-      for (int i = 0; i < r.lanes; i++) {
-        const char* from = row(i);
-        if (from) widen<T>(from, to + i * ld, width);
-        std::memset(to + i * ld + (from ? width : 0), 0, (size_t)(ld - (from ? width : 0)) * 4);
-      }
-    }
+  // Rows as they are, zeros from null: [lanes][ld] floats, or [lanes / 2][ld] pairs of two rows.
+  static void pack_rows(const char* const* from, int lanes, int64_t n, int64_t ld, float* to) {
+    if (E::DEPTH == 1)
+      for (int i = 0; i < lanes; i++) copy_row<T>(from[i], n, (char*)(to + i * ld), ld);
+    else
+      for (int i = 0; i < lanes; i += 2)
+        for (int64_t d = 0; d < n; d += VL) store(to + i / 2 * ld + d, interleave(from[i], from[i + 1], d, n));
   }
 
   // Keys k0 ... k0 + n - 1 against all prepared blocks. dk and dv hold the keys from `base` on.
@@ -158,51 +140,44 @@ struct Worker {
       std::memset(dk_tile, 0, (size_t)(n * dim) * 4);
       std::memset(dv_tile, 0, (size_t)(n * dim_v) * 4);
     }
-    copy_keys<E, T>(c, c.k, q, head, k0, n, nullptr, c.dim, k.bytes(), round_up(c.dim, E::DEPTH));
-    copy_keys<E, T>(c, c.v, q, head, k0, n, nullptr, c.dim_v, v.bytes(), round_up(c.dim_v, E::DEPTH));
-    if (E::DEPTH == 2) copy_columns<E, T>(c, c.k, q, head, k0, n, nullptr, c.dim, k_columns);
+    const Source of_k = keys_of(c, q, head), of_v = values_of(c, q, head);
+    copy_keys<T>(of_k, k0, n, nullptr, k.bytes(), round_up(c.dim, E::DEPTH));
+    copy_keys<T>(of_v, k0, n, nullptr, v.bytes(), round_up(c.dim_v, E::DEPTH));
+    // Of floats the rows are their own columns.
+    const KeyTile columns_ = E::DEPTH == 2 ? copy_columns<T>(of_k, k0, n, nullptr, k_columns) : KeyTile{k.bytes(), c.dim * 4, n};
     for (int64_t j = 0; j < count; j++) {
-      Block& b = block(j);
+      const Block& b = block(j);
       const Rows& r = b.rows;
-      int64_t first = most(k0, r.begin);
-      int keys = (int)(least(k0 + n, r.end) - first);
-      bool holes;
-      if (keys <= 0) continue;
-      const Sight sight = see(c, r, first, keys, seen(), holes);
-      if (sight == NONE) continue;
-      const int64_t skip = first - k0;
-      products(r, b, skip, keys);
-      if (units.modified) modify(c, r, first, keys, s.floats(), bias.floats(), c.softcap != 0 ? slope.floats() : nullptr);
-      if (sight == SOME) hide(s.floats(), r.lanes, keys, seen(), -INFINITY);
-      if (sight == SOME && c.softcap != 0) hide(slope.floats(), r.lanes, keys, seen(), 0.0f);
-      if (c.drops) survive(c, r, first, keys, kept());
-      if (units.modified) weigh<true>(b, keys, sight);
-      else weigh<false>(b, keys, sight);
-      if (units.modified) unwind(b, chunk, first, keys);
-      if (c.dv.data) add_to_keys(r, p, narrow_p, b.dout_rows, dim_v, dv_tile + skip * dim_v, keys);
+      const Look look = see(c, r, k0, k0 + n, seen());
+      if (look.n == 0) continue;
+      const int64_t skip = look.k0 - k0;
+      product(k, c.dim, skip, b.q_columns, s, r.lanes, look.n);
+      product(v, c.dim_v, skip, b.dout_columns, p, r.lanes, look.n);
+      finish_scores(r, look, slope.floats());
+      if (units.modified) weigh<true>(b, look);
+      else weigh<false>(b, look);
+      if (units.modified) unwind(b, chunk, look.k0, look.n);
+      if (c.dv.data) add_to_keys(r, narrow(p, r.lanes * look.n), b.dout_rows, dim_v, dv_tile + skip * dim_v, look.n);
       if (!c.dq.data && !c.dk.data) continue;
-      narrow(r, keys);
-      if (c.dk.data) add_to_keys(r, s, narrow_s, b.q_rows, dim, dk_tile + skip * dim, keys);
-      if (c.dq.data) add_to_queries(q, head, b, first, skip, keys, holes, n);
+      const char* ds = narrow(s, r.lanes * look.n);
+      if (c.dk.data) add_to_keys(r, ds, b.q_rows, dim, dk_tile + skip * dim, look.n);
+      if (c.dq.data) add_to_queries(b, ds, as_columns<T>(columns_, skip, n, of_k, look, seen(), own), look.n);
     }
   }
 
-  // s = K Q^T, p = V dout^T: [keys][lanes].
-  void products(const Rows& r, const Block& b, int64_t skip, int keys) {
-    const int64_t element = E::DEPTH == 2 ? 2 : 4, ld = round_up(c.dim, E::DEPTH) * element;
-    const int64_t ld_v = round_up(c.dim_v, E::DEPTH) * element;
-    const int depth = (int)parts(c.dim, E::DEPTH), depth_v = (int)parts(c.dim_v, E::DEPTH);
-    multiply<E, false>({k.bytes() + skip * ld, ld, 4}, right(b.q_columns, r.lanes), s.floats(), r.lanes, keys, r.lanes, depth);
-    multiply<E, false>({v.bytes() + skip * ld_v, ld_v, 4}, right(b.dout_columns, r.lanes), p.floats(), r.lanes, keys, r.lanes,
-                       depth_v);
+  // to [keys][lanes] = K Q^T, or V dout^T.
+  static void product(const Buffer& rows_, int64_t n, int64_t skip, const float* columns_, const Buffer& to, int lanes, int keys) {
+    const int64_t ld = round_up(n, E::DEPTH) * E::BYTES;
+    multiply<E, false>({rows_.bytes() + skip * ld, ld, 4}, right(columns_, lanes), to.floats(), lanes, keys, lanes,
+                       parts(n, E::DEPTH));
   }
 
   // s becomes dS = P * (dP - delta), by the modified score; p becomes P as dropout leaves it.
   template <bool MODIFIED>
-  void weigh(const Block& b, int keys, Sight sight) {
+  void weigh(const Block& b, const Look& look) {
     const int ld = b.rows.lanes;
     const Vec per_unit = all(units.unit), log2e = all((float)LOG2E), keep = all((float)c.keep_scale);
-    for (int i = 0; i < keys; i++)
+    for (int i = 0; i < look.n; i++)
       for (int j = 0; j < ld; j += VL) {
         float *score = s.floats() + i * ld + j, *product = p.floats() + i * ld + j;
         // In natural units the difference comes first: a score of -3e38 must not overflow by log2(e).
@@ -216,7 +191,7 @@ struct Worker {
           left = select(stays, weight * keep, all(0.0f));
         }
         Vec ds = weight * (dp - load(b.delta + j));
-        if (sight == SOME) ds = select(lanes(seen()[i], j / VL), ds, all(0.0f));  // what is hidden may hold NaN
+        if (!look.all) ds = select(lanes(seen()[i], j / VL), ds, all(0.0f));  // what is hidden may hold NaN
         store(product, left);
         store(score, ds);
       }
@@ -248,42 +223,30 @@ struct Worker {
       for (int64_t i = 0; i < keys * ld; i += VL) store(s.floats() + i, load(s.floats() + i) * load(slope.floats() + i));
   }
 
-  // Pairs: dS rounded to bfloat16, by rows and in pairs of keys.
-  void narrow(const Rows& r, int keys) {
-    (void)r, (void)keys;
-#if HAS_PAIRS
-    if (E::DEPTH == 1) return;
-    const int ld = r.lanes;
-    for (int i = 0; i < keys; i += 2)
-      for (int j = 0; j < ld; j += VL) {
-        const Vec a = load(s.floats() + i * ld + j), b = i + 1 < keys ? load(s.floats() + (i + 1) * ld + j) : all(0.0f);
-        to_bf16((uint16_t*)narrow_s.data + i * ld + j, a);
-        if (i + 1 < keys) to_bf16((uint16_t*)narrow_s.data + (i + 1) * ld + j, b);
-        store(pairs_s.floats() + i / 2 * ld + j, pair_up(a, b));
-      }
-#endif
+  // A tile as products want it: as it is, or rounded to bfloat16.
+  const char* narrow(const Buffer& tile, int n) const {
+    if (E::DEPTH == 1) return tile.bytes();
+    for (int i = 0; i < n; i += VL) to_bf16((uint16_t*)narrow_.data + i, load(tile.floats() + i));
+    return narrow_.bytes();
   }
 
-  // to [keys][ld] += tile [keys][lanes] * other [lanes][ld].
-  void add_to_keys(const Rows& r, const Buffer& tile, const Buffer& narrow_tile, const float* other, int64_t ld, float* to,
-                   int keys) {
-    (void)narrow_tile;
-    if constexpr (E::DEPTH == 2) {
-#if HAS_PAIRS
-      if (&tile == &p)
-        for (int i = 0; i < keys * r.lanes; i += VL) to_bf16((uint16_t*)narrow_p.data + i, load(p.floats() + i));
-      multiply<E, true>({narrow_tile.bytes(), r.lanes * 2, 4}, right(other, ld), to, ld, keys, ld, r.lanes / 2);
-#endif
-    } else multiply<E, true>({tile.bytes(), r.lanes * 4, 4}, right(other, ld), to, ld, keys, ld, r.count);
+  // to [keys][ld] += tile [keys][lanes] * rows [lanes][ld].
+  static void add_to_keys(const Rows& r, const char* tile, const float* rows_, int64_t ld, float* to, int keys) {
+    multiply<E, true>({tile, r.lanes * E::BYTES, 4}, right(rows_, ld), to, ld, keys, ld, parts(r.count, E::DEPTH));
   }
 
-  // dq [dim][lanes] += K^T dS. Keys that no row sees may hold NaN and count as zeros.
-  void add_to_queries(const Sequence& q, int64_t head, Block& b, int64_t first, int64_t skip, int keys, bool holes, int n) {
-    const int64_t ld = b.rows.lanes;
-    Left left = as_columns<E>(E::DEPTH == 2 ? KeyTile{k_columns.bytes(), (KEYS + 32) * 2} : KeyTile{k.bytes(), c.dim * 4}, skip);
-    if (holes || (keys % E::DEPTH && skip + keys < n))  // what stands beside the last key must not be read
-      left = as_columns<E>(copy_columns<E, T>(c, c.k, q, head, first, keys, holes ? seen() : nullptr, c.dim, own), 0);
-    multiply<E, true>(left, right(E::DEPTH == 2 ? pairs_s.floats() : s.floats(), ld), b.dq, ld, c.dim, ld, parts(keys, E::DEPTH));
+  // dq [dim][lanes] += K^T dS.
+  void add_to_queries(const Block& b, const char* ds, Left k_, int keys) {
+    const int64_t lanes = b.rows.lanes;
+    if (E::DEPTH == 2) {
+      for (int i = 0; i < keys; i += 2)
+        for (int64_t j = 0; j < lanes; j += VL) {
+          const char* row = ds + i * lanes * 2;
+          store(pairs.floats() + i / 2 * lanes + j, interleave(row, i + 1 < keys ? row + lanes * 2 : nullptr, j, lanes));
+        }
+      ds = pairs.bytes();
+    }
+    multiply<E, true>(k_, {ds, lanes * 4}, b.dq, lanes, c.dim, lanes, parts(keys, E::DEPTH));
   }
 
   void write_keys(const Sequence& q, int64_t head, int64_t begin, int64_t end, int64_t base, bool zero) {
@@ -301,7 +264,7 @@ struct Worker {
   }
 };
 
-template <class E, int T>
+template <int T>
 void backward(const Call& c) {
   const Plan plan(c);
   const int64_t chunks = find_chunks(c), span = c.k_to - c.k_from;
@@ -316,7 +279,7 @@ void backward(const Call& c) {
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < chunks * plan.blocks; i++) std::memset(own.floats() + i * size, 0, (size_t)size * 4);
     }
-    Worker<E, T> worker(c, plan, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
+    Worker<T> worker(c, plan, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < sequences * heads * chunks; n++) {
       const int64_t chunk = n % chunks, begin = c.k_from + chunk * chunk_keys;
@@ -340,15 +303,12 @@ void backward(const Call& c) {
 }  // namespace
 
 // What the caller provides room for: chunks of the keys; floats of dq_parts.
-extern "C" __attribute__((visibility("default"))) void onchip_backward_sizes(const Call* call, int64_t* sizes) {
+EXPORT void onchip_backward_sizes(const Call* call, int64_t* sizes) {
   sizes[0] = find_chunks(*call);
   sizes[1] = sizes[0] * Plan(*call).blocks * dq_size(*call);
 }
 
-extern "C" __attribute__((visibility("default"))) void onchip_backward(const Call* call) {
-  switch (call->dtype) {
-    case FLOAT: return backward<Floats, FLOAT>(*call);
-    case BF16: return backward<Pairs, BF16>(*call);
-    case FP16: return backward<Floats, FP16>(*call);
-  }
+EXPORT void onchip_backward(const Call* call) {
+  constexpr void (*by_dtype[])(const Call&) = {backward<FLOAT>, backward<BF16>, backward<FP16>};
+  by_dtype[call->dtype](*call);
 }

@@ -56,6 +56,8 @@ struct Call {
   int64_t threads;
 };
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT ? 4 : 2; }
 
 struct Sequence {
@@ -80,22 +82,14 @@ INLINE char* at(const Strided& t, int64_t batch, int64_t row, int64_t head) {
   return t.data + batch * t.batch + row * t.row + head * t.head;
 }
 
-template <class N>
-INLINE N least(N a, N b) { return a < b ? a : b; }
-template <class N>
-INLINE N most(N a, N b) { return a > b ? a : b; }
-INLINE int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
-INLINE int64_t round_up(int64_t n, int64_t to) { return parts(n, to) * to; }
-
 // Memory of one thread; plain so that no template of the standard library is compiled for one instruction set and
 // picked by the linker for another.
 struct Buffer {
   void* data = nullptr;
   explicit Buffer(int64_t bytes) {
-    if (bytes <= 0) return;
-    data = std::aligned_alloc(64, round_up(bytes + 64, 64));
+    if (bytes <= 0 || posix_memalign(&data, 64, (size_t)bytes)) return;  // no byte more: sanitizers see what reads past it
 #if defined(ONCHIP_POISON)  // sanitizer builds: what is read before it is written shows as NaN
-    std::memset(data, 0xFF, round_up(bytes + 64, 64));
+    std::memset(data, 0xFF, (size_t)bytes);
 #endif
   }
   ~Buffer() { std::free(data); }

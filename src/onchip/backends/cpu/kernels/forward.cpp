@@ -1,30 +1,22 @@
 // Forward: each worker takes a block of rows of Q through the keys (or a split of them) with an online softmax, one row
 // a lane. Few rows (decoding) take dot products instead, whose lanes run along dim, so that none stands idle.
-#include "pairs.h"
 #include "plan.h"
 
 namespace {
 
-template <class E, int T>
-struct Worker {
-  static constexpr int ELEMENT = E::DEPTH == 2 ? 2 : 4;  // bytes of a number in products
-  const Call& c;
+template <int T>
+struct Worker : Tile {
+  using E = Products<T>;
   const Plan& plan;
-  const Units units;
-  int64_t dim, dim_v;  // whole vectors of them
-  Ahead ahead;
-  Buffer parts_, q, sums, s, spare, rows, bits, keys, values, own, weights, bias;
+  const int64_t dim = round_up(c.dim, VL * E::DEPTH), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
+  Ahead ahead{c, {}, 0, 0};
+  const Buffer parts_{plan.together * (int64_t)sizeof(Part)}, q{plan.together * dim * ROWS * 4};
+  const Buffer sums{plan.together * State::size(c) * 4}, spare{dim_v * ROWS * 4}, rows{2 * ROWS * 4};
+  const Buffer keys{KEYS * dim * 4}, values{KEYS * dim_v * 4}, own{KEYS * dim_v * 4};
+  const Buffer weights{E::DEPTH == 2 ? KEYS * ROWS * 2 : 0};
   KeyTile k_tile, v_tile;  // of the tile that is computed; V for pairs as columns
 
-  Worker(const Call& call, const Plan& p)
-      : c(call), plan(p), units(call), dim(round_up(c.dim, VL * E::DEPTH)), dim_v(round_up(c.dim_v, VL)), ahead{c, {}, 0, 0},
-        parts_(p.together * (int64_t)sizeof(Part)), q(p.together * dim * ROWS * 4), sums(p.together * State::size(c) * 4),
-        s((KEYS + 2) * ROWS * 4), spare(dim_v * ROWS * 4), rows(2 * ROWS * 4), bits(KEYS * 16), keys((KEYS + 32) * dim * 4),
-        values((KEYS + 32) * dim_v * 4), own((KEYS + 32) * dim_v * 4), weights(E::DEPTH == 2 ? KEYS * ROWS * 2 : 0),
-        bias(c.bias ? (KEYS + VL) * ROWS * 4 : 0) {}
-
-  uint64_t* seen() const { return (uint64_t*)bits.data; }
-  uint64_t* kept() const { return seen() + KEYS; }
+  Worker(const Call& call, const Plan& p) : Tile(call), plan(p) {}
   Part& part(int64_t i) const { return ((Part*)parts_.data)[i]; }
   static bool dots(const Rows& r) { return r.count <= DOT_ROWS; }
 
@@ -41,16 +33,14 @@ struct Worker {
     }
     const int64_t size = round_up(parts(most<int64_t>(end - begin, 0), plan.splits), 32);
     begin += split * size, end = least(end, begin + size);
-    for (int64_t k0 = begin; k0 < end;) {
+    for (int64_t k0 = begin, n; k0 < end; k0 += n) {
       const Rows& r = part(0).rows;
-      int64_t run;
-      int n = (int)least<int64_t>(plan.at_once, end - k0);
-      find_keys(c, c.k, r.sequence, r.key_head, k0, run);
-      if (run >= plan.at_once / 4) n = (int)least<int64_t>(n, run);  // up to the end of a page, to be read in place
+      const int64_t run = keys_of(c, r.sequence, r.key_head).find(k0).run;
+      n = least(plan.at_once, end - k0);
+      if (run >= plan.at_once / 4) n = least(n, run);  // up to the end of a page, to be read in place
       if (plan.neighbours) ahead.start(r.sequence, k0 + n, least(end, k0 + n + plan.at_once));
       k_tile.data = nullptr;
       for (int64_t i = 0; i < count; i++) tile(part(i), k0, n, count);
-      k0 += n;
     }
     for (int64_t i = 0; i < count; i++) {
       Part& p = part(i);
@@ -61,47 +51,50 @@ struct Worker {
   }
 
   void start(Part& p) {
-    for (int i = 0; i < p.rows.lanes; i++) p.state.row_max[i] = -INFINITY, p.state.row_sum[i] = 0;
-    if (dots(p.rows)) pack_rows(p.rows, p.q), std::memset(s.data, 0, (size_t)(KEYS * p.rows.lanes) * 4);  // idle lanes
-    else pack_columns<E, T>(c.q, p.rows, c.dim, p.q);
+    const Rows& r = p.rows;
+    for (int i = 0; i < r.lanes; i++) p.state.row_max[i] = -INFINITY, p.state.row_sum[i] = 0;
+    const char* from[ROWS] = {};
+    for (int i = 0; i < r.count; i++) from[i] = r.row(c.q, i);
+    if (!dots(r)) return pack_columns<T>(from, r.lanes, c.dim, p.q);
+    for (int i = 0; i < r.count; i++) copy_row<T>(from[i], c.dim, (char*)p.q + i * dim * E::BYTES, dim);
+    std::memset(s.data, 0, (size_t)(KEYS * r.lanes) * 4);  // idle lanes
   }
 
-  void tile(Part& p, int64_t begin, int size, int64_t count) {
+  void tile(Part& p, int64_t begin, int64_t size, int64_t count) {
     const Rows& r = p.rows;
-    int64_t k0 = most(begin, r.begin);
-    int n = (int)(least(begin + size, r.end) - k0);
-    bool holes;
-    if (n <= 0) return;
-    const Sight sight = see(c, r, k0, n, seen(), holes);
-    if (sight == NONE) return;
-    if (!k_tile.data && !dots(r)) pack(r, begin, size, count);
-    if (dots(r)) dot_products(p, k0, n);
-    else
-      multiply<E, false>({k_tile.data + (k0 - begin) * k_tile.row, k_tile.row, 4}, right(p.q, r.lanes), s.floats(), r.lanes, n,
+    const Look look = see(c, r, begin, begin + size, seen());
+    if (look.n == 0) return;
+    const int64_t skip = look.k0 - begin;
+    if (dots(r)) dot_products(p, look);
+    else {
+      if (!k_tile.data) pack(r, begin, (int)size, count);
+      multiply<E, false>({k_tile.data + skip * k_tile.row, k_tile.row, 4}, right(p.q, r.lanes), s.floats(), r.lanes, look.n,
                          r.lanes, parts(c.dim, E::DEPTH));
-    const bool moved = softmax(r, p.state, k0, n, sight);
-    if (dots(r)) dots_accumulate(p, k0, n, holes, moved);
-    else accumulate(p, k0, k0 - begin, n, size, holes, moved);
+    }
+    finish_scores(r, look, nullptr);
+    const bool moved = softmax(r.lanes, p.state, look.n);
+    if (dots(r)) dots_accumulate(p, look, moved);
+    else accumulate(p, look, skip, size, moved);
     p.fresh = false;
   }
 
   // The keys of a tile as products want them: where they lie, or packed where they need a change of form, or where several
   // blocks read them and they are not contiguous. (Rows 4 KiB apart, 16 heads of 64 floats, fall into few cache sets.)
   void pack(const Rows& r, int64_t k0, int n, int64_t count) {
+    const Source of_k = keys_of(c, r.sequence, r.key_head), of_v = values_of(c, r.sequence, r.key_head);
     const int64_t ld = round_up(c.dim, E::DEPTH);
-    int64_t run;
-    k_tile = find_keys(c, c.k, r.sequence, r.key_head, k0, run);
-    if (SIZE<T> != ELEMENT || n > run || ld != c.dim || (count > 1 && k_tile.row != c.dim * SIZE<T>)) {
-      copy_keys<E, T>(c, c.k, r.sequence, r.key_head, k0, n, nullptr, c.dim, keys.bytes(), ld);
-      k_tile = {keys.bytes(), ld * ELEMENT};
+    k_tile = of_k.find(k0);
+    if (SIZE<T> != E::BYTES || n > k_tile.run || ld != c.dim || (count > 1 && k_tile.row != c.dim * SIZE<T>)) {
+      copy_keys<T>(of_k, k0, n, nullptr, keys.bytes(), ld);
+      k_tile = {keys.bytes(), ld * E::BYTES, n};
     }
-    v_tile = find_keys(c, c.v, r.sequence, r.key_head, k0, run);
-    if (E::DEPTH == 2 || T != FLOAT || n > run || (count > 1 && v_tile.row != c.dim_v * 4))
-      v_tile = copy_columns<E, T>(c, c.v, r.sequence, r.key_head, k0, n, nullptr, c.dim_v, values);
+    v_tile = of_v.find(k0);
+    if (T != FLOAT || n > v_tile.run || (count > 1 && v_tile.row != c.dim_v * 4))
+      v_tile = copy_columns<T>(of_v, k0, n, nullptr, values);
   }
 
-  // out [dim_v][lanes] += V^T weights, of the keys from k0 = `skip` in the tile on.
-  void accumulate(const Part& p, int64_t k0, int64_t skip, int n, int size, bool holes, bool moved) {
+  // out [dim_v][lanes] += V^T weights, of the keys from `skip` in the tile on.
+  void accumulate(const Part& p, const Look& look, int64_t skip, int64_t size, bool moved) {
     const Rows& r = p.rows;
     if (moved && !p.fresh)
       for (int64_t d = 0; d < c.dim_v; d++)
@@ -109,25 +102,20 @@ struct Worker {
           float* sum = p.state.out + d * r.lanes + j;
           store(sum, load(sum) * load(decay() + j));
         }
-    Left left = as_columns<E>(v_tile, skip);
-    if (holes || (n % E::DEPTH && skip + n < size))  // what stands beside the last key must not be read
-      left = as_columns<E>(copy_columns<E, T>(c, c.v, r.sequence, r.key_head, k0, n, holes ? seen() : nullptr, c.dim_v, own), 0);
-    const Right weights_ = right(E::DEPTH == 2 ? weights.floats() : s.floats(), r.lanes);
-    const int64_t depth = parts(n, E::DEPTH);
-    if (p.fresh) multiply<E, false>(left, weights_, p.state.out, r.lanes, c.dim_v, r.lanes, depth);
-    else multiply<E, true>(left, weights_, p.state.out, r.lanes, c.dim_v, r.lanes, depth);
+    const Left left = as_columns<T>(v_tile, skip, size, values_of(c, r.sequence, r.key_head), look, seen(), own);
+    const Right by = right(weighed(), r.lanes);
+    const int64_t depth = parts(look.n, E::DEPTH);
+    if (p.fresh) multiply<E, false>(left, by, p.state.out, r.lanes, c.dim_v, r.lanes, depth);
+    else multiply<E, true>(left, by, p.state.out, r.lanes, c.dim_v, r.lanes, depth);
   }
 
+  const float* weighed() const { return E::DEPTH == 2 ? weights.floats() : s.floats(); }
   float* base() const { return rows.floats(); }  // what a row's scores are taken from
   float* decay() const { return base() + ROWS; }
 
-  // Products in s become weights, row_max and row_sum move on; whether the factor of what was summed before is not 1.
-  bool softmax(const Rows& r, const State& state, int64_t k0, int n, Sight sight) {
-    const int ld = r.lanes;
+  // Scores in s become weights, row_max and row_sum move on; whether the factor of what was summed before is not 1.
+  bool softmax(int ld, const State& state, int n) {
     float* scores = s.floats();
-    if (units.modified) modify(c, r, k0, n, scores, bias.floats(), nullptr);
-    if (sight == SOME) hide(scores, ld, n, seen(), -INFINITY);
-    if (c.drops) survive(c, r, k0, n, kept());
     bool moved = false;
     for (int j = 0; j < ld; j += VL) {
       const Vec before = load(state.row_max + j);
@@ -172,52 +160,38 @@ struct Worker {
 #pragma GCC unroll 2
         for (int t = 0; t <= PAIRS; t++) {
           float* p = s.floats() + (i + t) * ld + j0 + j * VL;
-          if (i + t == n) { w[t] = all(0.0f); continue; }
+          w[t] = all(0.0f);
+          if (i + t == n) continue;
           w[t] = exp2<PAIRS>(units.modified ? (load(p) - from[j]) * unit : fma(load(p), unit, all(0.0f) - from[j]));
           total[j] = total[j] + w[t];
           if (c.drops) w[t] = select(lanes(kept()[i + t], j0 / VL + j), w[t] * keep, all(0.0f));
           if (!PAIRS) store(p, w[t]);
         }
-#if HAS_PAIRS
-        if (PAIRS) store(weights.floats() + i / 2 * ld + j0 + j * VL, pair_up(w[0], w[1]));
-#endif
+        if constexpr (PAIRS) store(weights.floats() + i / 2 * ld + j0 + j * VL, E::pair_up(w[0], w[1]));
       }
     for (int j = 0; j < N; j++) store(state.row_sum + j0 + j * VL, total[j]);
   }
 
   // Few rows: s [n][lanes] by dot products along dim; q [rows][dim], out [rows][dim_v].
 
-  void pack_rows(const Rows& r, float* q) const {
-    const int64_t words = dim * ELEMENT / 4;
-    std::memset(q, 0, (size_t)(r.count * words) * 4);
-    for (int i = 0; i < r.count; i++) {
-      const char* from = at(c.q, r.sequence.q_batch, r.sequence.q_start + r.query(i), r.query_head(i));
-      float* row = q + i * words;
-      if (E::DEPTH == 2) std::memcpy(row, from, (size_t)c.dim * 2);
-      else widen<T>(from, row, c.dim);
-    }
+  void dot_products(const Part& p, const Look& look) {
+    const Source of_k = keys_of(c, p.rows.sequence, p.rows.key_head);
+    const KeyTile k = of_k.find(look.k0);
+    if (look.n <= k.run && c.dim == dim) return dot_rows<E::DEPTH == 2 ? FLOAT : T>(p, 0, k, look.n);  // pairs as they lie
+    copy_keys<T>(of_k, look.k0, look.n, nullptr, keys.bytes(), dim);
+    dot_rows<FLOAT>(p, 0, {keys.bytes(), dim * E::BYTES, look.n}, look.n);
   }
 
-  void dot_products(const Part& p, int64_t k0, int n) {
-    int64_t run;
-    KeyTile k = find_keys(c, c.k, p.rows.sequence, p.rows.key_head, k0, run);
-    const bool direct = n <= run && c.dim == dim;
-    if (!direct) {
-      copy_keys<E, T>(c, c.k, p.rows.sequence, p.rows.key_head, k0, n, nullptr, c.dim, keys.bytes(), dim);
-      k = {keys.bytes(), dim * ELEMENT};
-    }
-    for (int row = 0; row < p.rows.count;) {
-      const int left = p.rows.count - row, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-      if (direct) taken == 4 ? dots_of<T, 4>(p, row, k, n) : taken == 2 ? dots_of<T, 2>(p, row, k, n) : dots_of<T, 1>(p, row, k, n);
-      else taken == 4 ? dots_of<FLOAT, 4>(p, row, k, n) : taken == 2 ? dots_of<FLOAT, 2>(p, row, k, n) : dots_of<FLOAT, 1>(p, row, k, n);
-      row += taken;
-    }
+  template <int KIND, int R = 4>
+  void dot_rows(const Part& p, int row, KeyTile k, int n) {
+    for (; row + R <= p.rows.count; row += R) dots_of<KIND, R>(p, row, k, n);
+    if constexpr (R > 1) dot_rows<KIND, R / 2>(p, row, k, n);
   }
 
-  template <int TK, int R>  // R rows against VL / R keys at once: a product a vector
+  template <int KIND, int R>  // R rows against VL / R keys at once: a product a vector
   void dots_of(const Part& p, int row, KeyTile k, int n) {
-    constexpr int KIND = E::DEPTH == 2 ? FLOAT : TK, N = VL / R;  // pairs are read as they lie
-    const int64_t words = dim * ELEMENT / 4;
+    constexpr int N = VL / R;
+    const int64_t words = dim * E::BYTES / 4;
     const float* q_rows = p.q + row * words;
     for (int i = 0; i < n; i += N) {
       Vec products[N * R];
@@ -242,27 +216,28 @@ struct Worker {
     }
   }
 
-  void dots_accumulate(const Part& p, int64_t k0, int n, bool holes, bool moved) {
+  void dots_accumulate(const Part& p, const Look& look, bool moved) {
     const Rows& r = p.rows;
+    const int n = look.n;
     float* out = p.state.out;
     if (p.fresh) std::memset(out, 0, (size_t)(r.count * dim_v) * 4);
     for (int i = 0; i < r.count && moved; i++)
       for (int64_t d = 0; d < dim_v; d += VL) store(out + i * dim_v + d, load(out + i * dim_v + d) * all(decay()[i]));
-    int64_t run;
-    const KeyTile v = find_keys(c, c.v, r.sequence, r.key_head, k0, run);
-    const Left left{E::DEPTH == 2 ? weights.bytes() : s.bytes(), 4, r.lanes * 4};
+    const Source of_v = values_of(c, r.sequence, r.key_head);
+    const KeyTile v = of_v.find(look.k0);
+    const Left left{(const char*)weighed(), 4, r.lanes * 4};
     const auto beside = [&](int j) { if (j % 2 == 0) ahead.fetch(); };
-    if (n <= run && !holes && c.dim_v == dim_v && n % E::DEPTH == 0)
+    if (n <= v.run && !look.holes && c.dim_v == dim_v && n % E::DEPTH == 0)
       return multiply<E, true, T>(left, {v.data, v.row}, out, dim_v, r.count, dim_v, n / E::DEPTH, beside);
-    copy_keys<E, T>(c, c.v, r.sequence, r.key_head, k0, n, holes ? seen() : nullptr, c.dim_v, values.bytes(), dim_v);
-    if (n % E::DEPTH) std::memset(values.bytes() + n * dim_v * ELEMENT, 0, (size_t)(dim_v * ELEMENT));
-    multiply<E, true, E::DEPTH == 2 ? T : FLOAT>(left, {values.bytes(), dim_v * ELEMENT}, out, dim_v, r.count, dim_v,
+    copy_keys<T>(of_v, look.k0, n, look.holes ? seen() : nullptr, values.bytes(), dim_v);
+    if (n % E::DEPTH) copy_row<T>(nullptr, 0, values.bytes() + n * dim_v * E::BYTES, dim_v);
+    multiply<E, true, E::DEPTH == 2 ? T : FLOAT>(left, {values.bytes(), dim_v * E::BYTES}, out, dim_v, r.count, dim_v,
                                                  parts(n, E::DEPTH), beside);
   }
 
   void rows_to_columns(const Rows& r, const State& state) {
-    for (int64_t d = 0; d < c.dim_v; d++)
-      for (int i = 0; i < r.lanes; i++) spare.floats()[d * r.lanes + i] = i < r.count ? state.out[i * dim_v + d] : 0.0f;
+    to_columns(r.lanes, c.dim_v, spare.floats(), r.lanes,
+               [&](int i, int64_t d) { return i < r.count ? load(state.out + i * dim_v + d) : all(0.0f); });
     std::memcpy(state.out, spare.data, (size_t)(c.dim_v * r.lanes) * 4);
   }
 
@@ -281,7 +256,7 @@ struct Worker {
         top = highest;
       }
       const double lse = top + std::log(total);
-      const int64_t row = r.sequence.q_batch * c.row_batch + r.query_head(i) * c.row_head + r.sequence.q_start + r.query(i);
+      const int64_t row = r.statistic(c, i);
       c.lse[row] = (float)lse;
       // From its two parts: beside a bias of -1e30 even a double holds no log(total).
       c.rest[row] = std::isfinite(c.lse[row]) ? (float)(top - c.lse[row] + std::log(total)) : 0.0f;
@@ -314,14 +289,14 @@ struct Worker {
   }
 };
 
-template <class E, int T>
+template <int T>
 void forward(const Call& c) {
   const Plan plan(c);
   const int64_t items = plan.pieces * plan.splits;
   const Buffer partial(plan.splits > 1 ? plan.blocks * plan.splits * State::size(c) * 4 : 0);
 #pragma omp parallel num_threads((int)least(c.threads, most<int64_t>(items, 1)))
   {
-    Worker<E, T> worker(c, plan);
+    Worker<T> worker(c, plan);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < items; n++) worker.run(n / plan.splits, n % plan.splits, partial.floats());
     if (plan.splits > 1) {
@@ -333,10 +308,7 @@ void forward(const Call& c) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void onchip_forward(const Call* call) {
-  switch (call->dtype) {
-    case FLOAT: return forward<Floats, FLOAT>(*call);
-    case BF16: return forward<Pairs, BF16>(*call);
-    case FP16: return forward<Floats, FP16>(*call);
-  }
+EXPORT void onchip_forward(const Call* call) {
+  constexpr void (*by_dtype[])(const Call&) = {forward<FLOAT>, forward<BF16>, forward<FP16>};
+  by_dtype[call->dtype](*call);
 }

@@ -8,37 +8,38 @@
 #include "vec.h"
 
 struct Floats {
-  static constexpr int DEPTH = 1;  // numbers of the depth in one element
-  static inline __attribute__((always_inline)) Vec add_product(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+  static constexpr int DEPTH = 1, BYTES = 4;  // numbers of the depth in one element; bytes of a number
+  INLINE Vec add_product(Vec a, Vec b, Vec c) { return fma(a, b, c); }
   template <int T>
   static constexpr int step = 1;  // rows of B as stored in one of products
   template <int T>
-  static inline __attribute__((always_inline)) Vec load_right(const char* b, int64_t) { return load_as<T>(b); }
+  INLINE Vec load_right(const char* b, int64_t) { return load_as<T>(b); }
 };
 
 #if defined(__AVX512BF16__)
-#define HAS_PAIRS 1
-// Two rows side by side: pairs (a[i], b[i]).
-INLINE Vec interleave(const uint16_t* a, const uint16_t* b) {
-  return (Vec)(__builtin_convertvector(load_any<Halves>(a), Words) | __builtin_convertvector(load_any<Halves>(b), Words) << 16);
-}
-
 struct Pairs {
-  static constexpr int DEPTH = 2;
-  static inline __attribute__((always_inline)) Vec add_product(Vec a, Vec b, Vec c) {
-    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
-  }
+  static constexpr int DEPTH = 2, BYTES = 2;
+  INLINE Vec add_product(Vec a, Vec b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
   template <int T>
   static constexpr int step = T == FLOAT ? 1 : 2;
   template <int T>  // FLOAT: pairs as they lie; else two rows of bfloat16, to be paired
-  static inline __attribute__((always_inline)) Vec load_right(const char* b, int64_t row) {
+  INLINE Vec load_right(const char* b, int64_t row) {
     if (T == FLOAT) return load((const float*)b);
-    return interleave((const uint16_t*)b, (const uint16_t*)(b + row));
+    return (Vec)(halves((const uint16_t*)b) | halves((const uint16_t*)(b + row)) << 16);
+  }
+  INLINE Vec pair_up(Vec a, Vec b) {  // (a, b), rounded
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);  // 16 of a, then 16 of b
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (Vec)_mm512_permutexvar_epi16(order, both);
   }
 };
 #else
 using Pairs = Floats;  // bfloat16 is widened
 #endif
+
+template <int T>
+using Products = std::conditional_t<T == BF16, Pairs, Floats>;  // of tensors of this dtype
 
 struct Left {  // A, strides in bytes
   const char* data;
@@ -65,7 +66,10 @@ INLINE void micro(Left a, Right b, float* c, int64_t ldc, int depth, const Besid
   for (int k = 0; k < depth; k++) {
     Vec row[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) beside(j), row[j] = E::template load_right<T>(b.data + k * E::template step<T> * b.row + j * VL * SIZE<T>, b.row);
+    for (int j = 0; j < N; j++) {
+      beside(j);
+      row[j] = E::template load_right<T>(b.data + k * E::template step<T> * b.row + j * VL * SIZE<T>, b.row);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
       const Vec element = all(load_any<float>(a.data + i * a.row + k * a.column));

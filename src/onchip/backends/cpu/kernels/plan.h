@@ -2,7 +2,7 @@
 // together, and the splits of the keys.
 #pragma once
 
-#include "tile.h"
+#include "read.h"
 
 constexpr int DOT_ROWS = VL >= 8 ? 8 : 4;  // at most so many rows are worth dot products, whose lanes run along dim
 
@@ -85,9 +85,8 @@ struct Ahead {
     if (key < end) find();
   }
   void find() {
-    int64_t run;
-    k = find_keys(c, c.k, sequence, 0, key, run).data;
-    v = find_keys(c, c.v, sequence, 0, key, run).data;
+    k = keys_of(c, sequence, 0).find(key).data;
+    v = values_of(c, sequence, 0).find(key).data;
     left = parts(c.heads_k * most(c.dim, c.dim_v) * size_of(c.dtype), 64);
   }
   inline __attribute__((always_inline)) void fetch() {  // a line of each

@@ -14,6 +14,12 @@ struct Rows {  // up to ROWS rows of Q with one key head: `heads` query heads of
   int64_t begin, end, full_begin, full_end;        // keys that some row sees; that every row sees
   int64_t query(int lane) const { return q0 + lane % queries; }
   int64_t query_head(int lane) const { return head + lane / queries; }
+  char* row(const Strided& t, int lane) const {
+    return at(t, sequence.q_batch, sequence.q_start + query(lane), query_head(lane));
+  }
+  int64_t statistic(const Call& c, int lane) const {  // where its lse is
+    return sequence.q_batch * c.row_batch + query_head(lane) * c.row_head + sequence.q_start + query(lane);
+  }
 };
 
 struct Blocks {  // how the rows of one key head are cut
@@ -77,7 +83,11 @@ static Rows make_rows(const Call& c, const Sequence& s, int64_t key_head, int64_
 
 // Visibility: one word a key, a bit a row.
 
-enum Sight { NONE, SOME, ALL };
+struct Look {  // at keys k0 ... k0 + n - 1, the first and last of which some row sees; n is 0 where no row sees any
+  int64_t k0;
+  int n;
+  bool all, holes;  // whether every row sees them all; whether no row sees some
+};
 
 INLINE void transpose_bits(uint64_t* a) {  // 64 x 64
   uint64_t low = 0x00000000FFFFFFFFu;
@@ -128,11 +138,12 @@ static void see_blocks(const Call& c, const Rows& r, int64_t k0, int n, uint64_t
   }
 }
 
-// Which rows see keys k0 ... k0 + n - 1. Keys that none sees are cut off at either end; `holes`: some are left between.
-static Sight see(const Call& c, const Rows& r, int64_t& k0, int& n, uint64_t* bits, bool& holes) {
+// Which rows see keys `begin` to `end`.
+static Look see(const Call& c, const Rows& r, int64_t begin, int64_t end, uint64_t* bits) {
   const uint64_t everyone = r.count == 64 ? ~0ull : (1ull << r.count) - 1;
-  holes = false;
-  if (!c.seen && !c.blocks && r.full_begin <= k0 && k0 + n <= r.full_end) return ALL;
+  const int64_t k0 = most(begin, r.begin);
+  const int n = (int)most<int64_t>(least(end, r.end) - k0, 0);
+  if (n == 0 || (!c.seen && !c.blocks && r.full_begin <= k0 && k0 + n <= r.full_end)) return {k0, n, true, false};
   for (int i = 0; i < n; i++) {
     const Ints key = all((int32_t)(k0 + i));
     uint64_t word = 0;
@@ -145,21 +156,18 @@ static Sight see(const Call& c, const Rows& r, int64_t& k0, int& n, uint64_t* bi
   int first = 0, last = n;
   while (first < n && !bits[first]) first++;
   while (last > first && !bits[last - 1]) last--;
-  if (first == last) return NONE;
-  bool full = true;
-  for (int i = first; i < last; i++) {
-    full &= bits[i] == everyone;
-    holes |= bits[i] == 0;
-    bits[i - first] = bits[i];
+  Look look{k0 + first, last - first, true, false};
+  for (int i = 0; i < look.n; i++) {
+    bits[i] = bits[first + i];
+    look.all &= bits[i] == everyone;
+    look.holes |= bits[i] == 0;
   }
-  k0 += first;
-  n = last - first;
-  return full ? ALL : SOME;
+  return look;
 }
 
 // Which pairs dropout keeps: Philox4x32-10, counted as rules.dropout_counter says.
 static void survive(const Call& c, const Rows& r, int64_t k0, int n, uint64_t* kept) {
-  for (int i = 0; i < n; i++) kept[i] = 0;
+  std::memset(kept, 0, (size_t)n * 8);
   if (c.threshold >> 32) return;
   const Ints bound = all((int32_t)(uint32_t)c.threshold);
   for (int j = 0; j < r.lanes / VL; j++) {
@@ -174,8 +182,8 @@ static void survive(const Call& c, const Rows& r, int64_t k0, int n, uint64_t* k
       uint32_t key0 = (uint32_t)c.seed, key1 = (uint32_t)((uint64_t)c.seed >> 32);
       for (int round = 0; round < 10; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
         Ints high0, low0, high1, low1;
-        multiply(c0, all((int32_t)0xD2511F53u), high0, low0);
-        multiply(c2, all((int32_t)0xCD9E8D57u), high1, low1);
+        multiply(c0, 0xD2511F53u, high0, low0);
+        multiply(c2, 0xCD9E8D57u, high1, low1);
         c0 = high1 ^ c1 ^ all((int32_t)key0);
         c2 = high0 ^ c3 ^ all((int32_t)key1);
         c1 = low1;
@@ -211,33 +219,22 @@ struct Units {  // a weight is 2^(unit * score - what its row's softmax subtract
 
 template <int T>
 static void read_bias(const Call& c, const Rows& r, int64_t k0, int n, float* tile) {  // tile [n][lanes]
-  const char* base = c.bias + r.sequence.number * c.bias_batch + k0 * c.bias_k;
-  const bool contiguous = c.bias_k == SIZE<T>;
-  for (int j = 0; j < r.lanes; j += VL)
-    for (int i = 0; i < n; i += VL) {
-      const int keys = least(VL, n - i);
-      Vec square[VL];
-      for (int t = 0; t < VL; t++) {
-        const int lane = least(j + t, r.count - 1);
-        const char* row = base + r.query_head(lane) * c.bias_head + r.query(lane) * c.bias_q + i * c.bias_k;
-        alignas(64) char own[4 * VL] = {};
-        if (contiguous && keys == VL) square[t] = load_as<T>(row);
-        else {
-          for (int m = 0; m < keys; m++) std::memcpy(own + m * SIZE<T>, row + m * c.bias_k, SIZE<T>);
-          square[t] = load_as<T>(own);
-        }
-      }
-      transpose(square);
-      for (int t = 0; t < keys; t++) store(tile + (i + t) * r.lanes + j, square[t]);
-    }
+  to_columns(r.lanes, n, tile, r.lanes, [&](int lane, int64_t key) {
+    const int i = least(lane, r.count - 1);
+    const char* p = c.bias + r.sequence.number * c.bias_batch + r.query_head(i) * c.bias_head + r.query(i) * c.bias_q +
+                    (k0 + key) * c.bias_k;
+    if (c.bias_k == SIZE<T>) return load_some<T>(p, n - key);
+    alignas(64) char own[4 * VL] = {};
+    for (int m = 0; m < least<int64_t>(VL, n - key); m++) std::memcpy(own + m * SIZE<T>, p + m * c.bias_k, SIZE<T>);
+    return load_as<T>(own);
+  });
 }
 
 // Raw products to modified scores in natural units, as rules.modify. `bias`: room for a tile. `slope`, where not null,
 // receives d modified / d scaled.
 static void modify(const Call& c, const Rows& r, int64_t k0, int n, float* s, float* bias, float* slope) {
-  if (c.bias_dtype == BF16 && c.bias) read_bias<BF16>(c, r, k0, n, bias);
-  else if (c.bias_dtype == FP16 && c.bias) read_bias<FP16>(c, r, k0, n, bias);
-  else if (c.bias) read_bias<FLOAT>(c, r, k0, n, bias);
+  static constexpr auto by_dtype = {read_bias<FLOAT>, read_bias<BF16>, read_bias<FP16>};
+  if (c.bias) by_dtype.begin()[c.bias_dtype](c, r, k0, n, bias);
   alignas(64) float slopes[ROWS] = {}, position[ROWS] = {};
   if (c.alibi)
     for (int i = 0; i < r.count; i++) {
@@ -260,81 +257,20 @@ static void modify(const Call& c, const Rows& r, int64_t k0, int n, float* s, fl
     }
 }
 
-// Reading rows of tensors.
+struct Tile {  // of one worker: scores [keys][lanes], a word of `seen` and of `kept` a key
+  const Call& c;
+  const Units units{c};
+  const Buffer s{KEYS * ROWS * 4}, bias{c.bias ? KEYS * ROWS * 4 : 0}, bits{KEYS * 16};
 
-struct KeyTile {  // rows of K or V in memory
-  const char* data;
-  int64_t row;
+  explicit Tile(const Call& call) : c(call) {}
+  uint64_t* seen() const { return (uint64_t*)bits.data; }
+  uint64_t* kept() const { return seen() + KEYS; }
+
+  // Products in s become scores, -inf where hidden.
+  void finish_scores(const Rows& r, const Look& look, float* slope) const {
+    if (units.modified) modify(c, r, look.k0, look.n, s.floats(), bias.floats(), slope);
+    if (!look.all) hide(s.floats(), r.lanes, look.n, seen(), -INFINITY);
+    if (!look.all && slope) hide(slope, r.lanes, look.n, seen(), 0.0f);
+    if (c.drops) survive(c, r, look.k0, look.n, kept());
+  }
 };
-
-// Keys k0 ... of one tensor where they lie, and how many of them have one stride.
-INLINE KeyTile find_keys(const Call& c, const Strided& t, const Sequence& s, int64_t head, int64_t k0, int64_t& run) {
-  const int64_t slot = s.k_start + k0;
-  if (!c.pages) {
-    run = INT64_MAX;
-    return {at(t, s.k_batch, slot, head), t.row};
-  }
-  const int64_t page = c.pages[s.number * c.pages_row + slot / c.page_size], within = slot % c.page_size;
-  run = c.page_size - within;
-  return {at(t, page, within, head), t.row};
-}
-
-template <int T>
-INLINE void widen(const char* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; i += VL) store_some<FLOAT>((char*)(to + i), load_some<T>(from + i * SIZE<T>, n - i), n - i);
-}
-
-// n keys as floats [n][ld], zeros where no row sees a key (bits, if not null) and past dim: 0 * NaN would reach the sums.
-template <int T>
-static void gather(const Call& c, const Strided& t, const Sequence& s, int64_t head, int64_t k0, int n,
-                   const uint64_t* bits, int64_t dim, float* to, int64_t ld) {
-  for (int i = 0; i < n;) {
-    int64_t run;
-    const KeyTile keys = find_keys(c, t, s, head, k0 + i, run);
-    const int stop = (int)least<int64_t>(n, i + run);
-    for (int64_t first = i; i < stop; i++) {
-      float* row = to + i * ld;
-      const bool used = !bits || bits[i];
-      if (used) widen<T>(keys.data + (i - first) * keys.row, row, dim);
-      std::memset(row + (used ? dim : 0), 0, (size_t)(ld - (used ? dim : 0)) * 4);
-    }
-  }
-}
-
-// Rows of Q (or dout) as columns: to [dim][lanes], elements as E wants them.
-template <class E, int T>
-static void pack_columns(const Strided& t, const Rows& r, int64_t dim, float* to, const bool* blind = nullptr) {
-  constexpr int unit = E::DEPTH == 2 ? 4 : SIZE<T>;  // bytes of an element
-  const int64_t elements = parts(dim, E::DEPTH);
-  for (int j = 0; j < r.lanes; j += VL)
-    for (int64_t d = 0; d < elements; d += VL) {
-      const int64_t left = least<int64_t>(dim * SIZE<T> - d * unit, unit * VL);
-      Vec square[VL];
-      for (int i = 0; i < VL; i++) {
-        square[i] = all(0.0f);
-        if (j + i >= r.count || (blind && blind[j + i])) continue;
-        const char* row = at(t, r.sequence.q_batch, r.sequence.q_start + r.query(j + i), r.query_head(j + i)) + d * unit;
-        if (E::DEPTH == 1) square[i] = load_some<T>(row, left / unit);
-        else if (left == 4 * VL) square[i] = load((const float*)row);
-        else std::memcpy(&square[i], row, (size_t)left);
-      }
-      transpose(square);
-      for (int64_t i = 0; i < least<int64_t>(VL, elements - d); i++) store(to + (d + i) * r.lanes + j, square[i]);
-    }
-}
-
-// Columns [dim][lanes] times a factor a row, to the rows of a tensor.
-template <int T>
-static void unpack_columns(const Strided& t, const Rows& r, int64_t dim, const float* from, const float* factor) {
-  for (int j = 0; j < r.lanes; j += VL)
-    for (int64_t d = 0; d < dim; d += VL) {
-      const int n = (int)least<int64_t>(VL, dim - d);
-      Vec square[VL];
-      for (int i = 0; i < VL; i++) square[i] = i < n ? load(from + (d + i) * r.lanes + j) * load(factor + j) : all(0.0f);
-      transpose(square);
-      for (int i = 0; i < least(VL, r.count - j); i++) {
-        char* row = at(t, r.sequence.q_batch, r.sequence.q_start + r.query(j + i), r.query_head(j + i)) + d * SIZE<T>;
-        store_some<T>(row, square[i], n);
-      }
-    }
-}

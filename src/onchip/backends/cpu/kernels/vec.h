@@ -4,20 +4,15 @@
 // VL floats fit a vector. Lanes hold -1 or 0; bit j*VL + i of a 64-bit word stands for lane i of vector j.
 #pragma once
 
+#include <stdint.h>
+
 #include <cmath>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #define INLINE static inline __attribute__((always_inline))
-
-using std::int32_t;
-using std::int64_t;
-using std::uint16_t;
-using std::uint32_t;
-using std::uint64_t;
-using std::uint8_t;
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -39,13 +34,8 @@ INLINE void to_fp16(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm51
 // t - floor(t), and p * 2^floor(t); scalef turns what is too small, -inf included, into 0.
 INLINE Vec fraction(Vec t) { return _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 INLINE Vec times_power(Vec p, Vec t) { return _mm512_scalef_ps(p, t); }
-// Both halves of a 32 x 32 bit product, lane by lane.
-INLINE void multiply(Ints a, Ints b, Ints& high, Ints& low) {
-  const __m512i x = (__m512i)a, y = (__m512i)b, even = _mm512_mul_epu32(x, y);
-  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), _mm512_srli_epi64(y, 32));
-  low = (Ints)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-  high = (Ints)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-}
+// Of each 64 bits the lower 32, multiplied to 64.
+INLINE Ints multiply_lower(Ints a, Ints b) { return (Ints)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
 
 #elif defined(__AVX2__)
 
@@ -59,12 +49,7 @@ INLINE uint64_t to_bits(Ints x) { return (uint64_t)_mm256_movemask_ps((Vec)x); }
 INLINE Vec from_fp16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void to_fp16(uint16_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 INLINE Vec floor(Vec x) { return _mm256_floor_ps(x); }
-INLINE void multiply(Ints a, Ints b, Ints& high, Ints& low) {
-  const __m256i x = (__m256i)a, y = (__m256i)b, even = _mm256_mul_epu32(x, y);
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(y, 32));
-  low = (Ints)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-  high = (Ints)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-}
+INLINE Ints multiply_lower(Ints a, Ints b) { return (Ints)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
 
 #elif defined(__aarch64__)
 
@@ -81,13 +66,7 @@ INLINE uint64_t to_bits(Ints x) {
 INLINE Vec from_fp16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE void to_fp16(uint16_t* p, Vec x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 INLINE Vec floor(Vec x) { return vrndmq_f32(x); }
-INLINE void multiply(Ints a, Ints b, Ints& high, Ints& low) {
-  const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
-  const uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)));
-  const uint32x4_t last = vreinterpretq_u32_u64(vmull_high_u32(x, y));
-  low = vreinterpretq_s32_u32(vuzp1q_u32(first, last));
-  high = vreinterpretq_s32_u32(vuzp2q_u32(first, last));
-}
+INLINE Ints multiply_lower(Ints a, Ints b) { return (Ints)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b)); }
 
 #else
 #error "no vectors for this processor: the tiled loop of torch serves it"
@@ -99,6 +78,13 @@ static_assert(ROWS % (VL * GROUP) == 0, "lane groups fill a tile");
 using Lanes = Ints;
 typedef uint32_t Words __attribute__((vector_size(4 * VL)));
 typedef uint16_t Halves __attribute__((vector_size(2 * VL)));
+
+template <class N>
+INLINE N least(N a, N b) { return a < b ? a : b; }
+template <class N>
+INLINE N most(N a, N b) { return a > b ? a : b; }
+INLINE int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return parts(n, to) * to; }
 
 template <class V, class N>
 INLINE V load_any(const N* p) {
@@ -112,12 +98,10 @@ INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 INLINE Vec all(float x) { return x - Vec{}; }
 INLINE Ints all(int32_t x) { return x - Ints{}; }
 
+constexpr std::make_integer_sequence<int, VL> EACH;
 template <int... I>
 INLINE Ints powers(std::integer_sequence<int, I...>) { return Ints{(1 << I)...}; }
-INLINE Lanes lanes(uint64_t bits, int j) {
-  const Ints each = powers(std::make_integer_sequence<int, VL>{});
-  return (Lanes)((all((int32_t)(bits >> (VL * j))) & each) != 0);
-}
+INLINE Lanes lanes(uint64_t bits, int j) { return (Lanes)((all((int32_t)(bits >> (VL * j))) & powers(EACH)) != 0); }
 INLINE Vec select(Lanes take, Vec a, Vec b) { return (Vec)((take & (Ints)a) | (~take & (Ints)b)); }
 INLINE Lanes above(Vec a, Vec b) { return (Lanes)(a > b); }
 INLINE bool differ(Vec a, Vec b) { return to_bits((Lanes)(a == b)) != (1u << VL) - 1; }
@@ -130,7 +114,8 @@ INLINE float sum(Vec x) {
   return total;
 }
 
-INLINE Vec from_bf16(const uint16_t* p) { return (Vec)(__builtin_convertvector(load_any<Halves>(p), Words) << 16); }
+INLINE Words halves(const uint16_t* p) { return __builtin_convertvector(load_any<Halves>(p), Words); }
+INLINE Vec from_bf16(const uint16_t* p) { return (Vec)(halves(p) << 16); }
 INLINE void to_bf16(uint16_t* p, Vec x) {  // to the nearest, ties to even
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
@@ -168,8 +153,8 @@ INLINE void transpose(Vec* r) {  // VL x VL floats, rows to columns
     for (int i = 0; i < VL; i++)
       if (!(i & D)) {
         const Vec a = r[i], b = r[i + D];
-        r[i] = evens<D>(a, b, std::make_integer_sequence<int, VL>{});
-        r[i + D] = odds<D>(a, b, std::make_integer_sequence<int, VL>{});
+        r[i] = evens<D>(a, b, EACH);
+        r[i + D] = odds<D>(a, b, EACH);
       }
     transpose<D / 2>(r);
   }
@@ -179,39 +164,40 @@ template <int D = VL / 2>
 INLINE Vec sums_of(Vec* r) {  // lane i: the sum of r[i]
   if constexpr (D > 0) {
 #pragma GCC unroll 16
-    for (int i = 0; i < D; i++)
-      r[i] = evens<D>(r[i], r[i + D], std::make_integer_sequence<int, VL>{}) +
-             odds<D>(r[i], r[i + D], std::make_integer_sequence<int, VL>{});
+    for (int i = 0; i < D; i++) r[i] = evens<D>(r[i], r[i + D], EACH) + odds<D>(r[i], r[i + D], EACH);
     return sums_of<D / 2>(r);
   }
   return r[0];
+}
+
+// Both halves of a product of 32 by 32 bits, lane by lane.
+INLINE void multiply(Ints a, uint32_t b, Ints& high, Ints& low) {
+  const Vec even = (Vec)multiply_lower(a, all((int32_t)b));
+  const Vec odd = (Vec)multiply_lower((Ints)odds<1>((Vec)a, (Vec)a, EACH), all((int32_t)b));
+  low = (Ints)evens<1>(even, odd, EACH);
+  high = (Ints)odds<1>(even, odd, EACH);
+}
+
+template <class... Floats>
+INLINE Vec polynomial(Vec x, float highest, Floats... others) {  // coefficients of falling powers
+  Vec p = all(highest);
+  ((p = fma(p, x, all(others))), ...);
+  return p;
 }
 
 // 2^t for t <= 0, by 2^floor(t) and a polynomial in the fraction: minimax in relative error with p(0) = 1, so that the
 // weight of a row's maximum is exactly 1. Degree 5 is off by 8e-8, degree 4 by 3e-6 (for products in bfloat16).
 template <bool COARSE>
 INLINE Vec exp2(Vec t) {
-  Vec f = fraction(t), p;
-  if (COARSE) {
-    p = fma(all(0.013426701538f), f, all(0.052242446691f));
-    p = fma(p, f, all(0.24128021300f));
-    p = fma(p, f, all(0.69304484129f));
-  } else {
-    p = fma(all(0.0018671316793f), f, all(0.0090170269832f));
-    p = fma(p, f, all(0.055799916387f));
-    p = fma(p, f, all(0.24016444385f));
-    p = fma(p, f, all(0.69315129519f));
-  }
-  return times_power(fma(p, f, all(1.0f)), t);
+  const Vec f = fraction(t);
+  if (COARSE) return times_power(polynomial(f, 0.013426701538f, 0.052242446691f, 0.24128021300f, 0.69304484129f, 1.0f), t);
+  return times_power(polynomial(f, 0.0018671316793f, 0.0090170269832f, 0.055799916387f, 0.24016444385f, 0.69315129519f, 1.0f), t);
 }
 
 // x + x^3 * r(x^2) near 0, where the exponential form cancels; 1 - 2 / (e^2x + 1) beyond.
 INLINE Vec tanh(Vec x) {
   const Vec size = absolute(x), square = x * x;
-  Vec r = fma(all(-0.0055910106748f), square, all(0.020538816228f));
-  r = fma(r, square, all(-0.053709656f));
-  r = fma(r, square, all(0.13331092894f));
-  r = fma(r, square, all(-0.33333268762f));
+  const Vec r = polynomial(square, -0.0055910106748f, 0.020538816228f, -0.053709656f, 0.13331092894f, -0.33333268762f);
   const Vec near = fma(r * square, x, x);
   const Vec decay = exp2<false>(size * all(-2.8853900818f));  // e^-2|x|
   const Vec far = (all(1.0f) - decay) / (all(1.0f) + decay);
@@ -233,12 +219,12 @@ INLINE void store_as(char* p, Vec x) {
   else if (T == BF16) to_bf16((uint16_t*)p, x);
   else to_fp16((uint16_t*)p, x);
 }
-// The first n numbers, at most VL, zeros after them.
-template <int T>
+// The first n numbers, at most VL, zeros after them; or of OF numbers each.
+template <int T, int OF = 1>
 INLINE Vec load_some(const char* p, int64_t n) {
-  if (n >= VL) return load_as<T>(p);
+  if (n >= VL * OF) return load_as<T>(p);
   alignas(64) char buffer[4 * VL] = {};
-  std::memcpy(buffer, p, (size_t)n * SIZE<T>);
+  std::memcpy(buffer, p, (size_t)(n * SIZE<T> / OF));
   return load_as<T>(buffer);
 }
 template <int T>
@@ -247,4 +233,16 @@ INLINE void store_some(char* p, Vec x, int64_t n) {
   alignas(64) char buffer[4 * VL];
   store_as<T>(buffer, x);
   std::memcpy(p, buffer, (size_t)n * SIZE<T>);
+}
+
+// to [columns][lanes]: the transpose of what `read` gives, VL numbers of a lane from a column on.
+template <class Read>
+INLINE void to_columns(int lanes, int64_t columns, float* to, int64_t ld, const Read& read) {
+  for (int j = 0; j < lanes; j += VL)
+    for (int64_t d = 0; d < columns; d += VL) {
+      Vec square[VL];
+      for (int i = 0; i < VL; i++) square[i] = read(j + i, d);
+      transpose(square);
+      for (int64_t i = 0; i < least<int64_t>(VL, columns - d); i++) store(to + (d + i) * ld + j, square[i]);
+    }
 }
