@@ -15,10 +15,14 @@ int64_t find_chunks(const Call& c) {
 
 int64_t dq_size(const Call& c) { return c.dim * ROWS; }  // floats of the sum of a block
 
+struct Packed {  // rows of Q or dout as products want them: columns [dim][lanes], rows [lanes][dim]
+  float *columns, *rows;
+};
+
 struct Block {  // rows of Q, with what the pass reads of them
   Rows rows;
-  // Columns [dim][lanes] and rows [lanes][dim], of Q and dout, as products want them; sums of dQ [dim][lanes].
-  float *q_columns, *dout_columns, *q_rows, *dout_rows, *dq;
+  Packed q, dout;
+  float* dq;  // sums [dim][lanes]
   // lse in the unit of the scores, what it lost to rounding, and delta = dout . out - dlse.
   alignas(64) float lse[ROWS], rest[ROWS], delta[ROWS];
 };
@@ -37,8 +41,8 @@ struct Worker : Tile {
   float* const dq_parts;
   const int64_t chunk_keys, longest = most_blocks(c);
   const int64_t dim = round_up(c.dim, VL), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
-  const int64_t width = (dim + dim_v) * ROWS / E::DEPTH;                   // floats of a block of Q and dout
-  const Buffer blocks{longest * (int64_t)sizeof(Block)}, columns{longest * width * 4}, rows{longest * width * 4};
+  const int64_t width = dim * ROWS / E::DEPTH, width_v = dim_v * ROWS / E::DEPTH;  // floats of a block of Q, of dout
+  const Buffer blocks{longest * (int64_t)sizeof(Block)}, packed{longest * 2 * (width + width_v) * 4};
   const Buffer sums{dq_parts ? 0 : longest * dq_size(c) * 4}, dk{chunk_keys * dim * 4}, dv{chunk_keys * dim_v * 4};
   const Buffer k{KEYS * dim * 4}, v{KEYS * dim_v * 4}, k_columns{(KEYS + 2 * VL) * dim * OF_PAIRS}, own{KEYS * dim * 4};
   const Buffer p{KEYS * ROWS * 4}, narrow_{KEYS * ROWS * OF_PAIRS}, pairs{KEYS * ROWS * OF_PAIRS};
@@ -54,9 +58,8 @@ struct Worker : Tile {
     const Blocks b = cut(c, sequence_);
     end = least(end, sequence_.k_len);
     if (begin >= end && dq_parts && !c.delta) return;
-    const int64_t runs = b.count ? b.count / b.per_head : 0;  // of rows: a head, or short heads together
+    const int64_t runs = b.count ? b.count / b.per_head : 1;  // of rows: a head, short heads together, or none
     const int64_t first = plan.first(position, 0) + key_head * b.count;
-    if (runs == 0) write_keys(sequence_, key_head, begin, end, begin, true);
     for (int64_t i = 0; i < runs; i++) {
       for (int64_t j = 0; j < b.per_head; j++) {
         float* dq = dq_parts ? dq_parts + (chunk * plan.blocks + first + i * b.per_head + j) * dq_size(c)
@@ -66,8 +69,12 @@ struct Worker : Tile {
       for (int64_t k0 = begin; k0 < end; k0 += KEYS) {
         const int n = (int)least<int64_t>(KEYS, end - k0);
         const int64_t base = runs > 1 ? begin : k0;  // several runs add to one dK: it is kept for all keys
-        key_tile(sequence_, key_head, chunk, k0, n, base, i == 0, b.per_head);
-        if (i == runs - 1) write_keys(sequence_, key_head, k0, k0 + n, base, false);
+        float *dk_tile = dk.floats() + (k0 - base) * dim, *dv_tile = dv.floats() + (k0 - base) * dim_v;
+        if (i == 0) std::memset(dk_tile, 0, (size_t)(n * dim) * 4), std::memset(dv_tile, 0, (size_t)(n * dim_v) * 4);
+        key_tile(sequence_, key_head, chunk, k0, n, b.per_head, dk_tile, dv_tile);
+        if (i < runs - 1) continue;
+        write_keys(c.dk, sequence_, key_head, k0, n, dk_tile, c.dim, dim, (float)c.scale);
+        write_keys(c.dv, sequence_, key_head, k0, n, dv_tile, c.dim_v, dim_v, 1.0f);
       }
       for (int64_t j = 0; j < b.per_head && !dq_parts; j++) write_queries(block(j).rows, block(j).dq);
     }
@@ -84,10 +91,9 @@ struct Worker : Tile {
     b.rows = r;
     b.dq = dq;
     if (!dq_parts) std::memset(dq, 0, (size_t)dq_size(c) * 4);
-    b.q_columns = columns.floats() + j * width;
-    b.dout_columns = b.q_columns + dim * ROWS / E::DEPTH;
-    b.q_rows = rows.floats() + j * width;
-    b.dout_rows = b.q_rows + dim * ROWS / E::DEPTH;
+    float* to = packed.floats() + j * 2 * (width + width_v);
+    b.q = {to, to + width};
+    b.dout = {to + 2 * width, to + 2 * width + width_v};
     const char *q[ROWS] = {}, *dout[ROWS] = {};
     for (int i = 0; i < r.lanes; i++) {
       b.lse[i] = INFINITY;  // 2^(s - inf) = 0: rows without a key, and lanes without a row, weigh nothing
@@ -105,16 +111,14 @@ struct Worker : Tile {
         dout[i] = r.row(c.dout, i);
         delta += dot(dout[i], r.row(c.out, i), c.dim_v);
         const double in_log2 = lse * LOG2E;
-        b.lse[i] = units.modified ? c.lse[row] : (float)in_log2;
-        b.rest[i] = units.modified ? c.rest[row] : std::isfinite(in_log2) ? (float)(in_log2 - (double)b.lse[i]) : 0.0f;
+        b.lse[i] = modified ? c.lse[row] : (float)in_log2;
+        b.rest[i] = modified ? c.rest[row] : std::isfinite(in_log2) ? (float)(in_log2 - (double)b.lse[i]) : 0.0f;
         b.delta[i] = delta;
       }
       if (c.delta && chunk == 0) c.delta[row] = delta;
     }
-    pack_columns<T>(q, r.lanes, c.dim, b.q_columns);
-    pack_columns<T>(dout, r.lanes, c.dim_v, b.dout_columns);
-    pack_rows(q, r.lanes, c.dim, dim, b.q_rows);
-    pack_rows(dout, r.lanes, c.dim_v, dim_v, b.dout_rows);
+    pack(q, r.lanes, c.dim, dim, b.q);
+    pack(dout, r.lanes, c.dim_v, dim_v, b.dout);
   }
 
   static float dot(const char* a, const char* b, int64_t n) {
@@ -124,22 +128,17 @@ struct Worker : Tile {
     return sum(total);
   }
 
-  // Rows as they are, zeros from null: [lanes][ld] floats, or [lanes / 2][ld] pairs of two rows.
-  static void pack_rows(const char* const* from, int lanes, int64_t n, int64_t ld, float* to) {
-    if (E::DEPTH == 1)
-      for (int i = 0; i < lanes; i++) copy_row<T>(from[i], n, (char*)(to + i * ld), ld);
-    else
-      for (int i = 0; i < lanes; i += 2)
-        for (int64_t d = 0; d < n; d += VL) store(to + i / 2 * ld + d, interleave(from[i], from[i + 1], d, n));
+  // Zeros from null; rows are [lanes][ld] floats, or [lanes / 2][ld] pairs of two.
+  static void pack(const char* const* from, int lanes, int64_t n, int64_t ld, Packed to) {
+    pack_columns<T>(from, lanes, n, to.columns);
+    for (int i = 0; i < lanes; i += E::DEPTH)
+      if (E::DEPTH == 1) copy_row<T>(from[i], n, (char*)(to.rows + i * ld), ld);
+      else
+        for (int64_t d = 0; d < n; d += VL) store(to.rows + i / 2 * ld + d, interleave(from[i], from[i + 1], d, n));
   }
 
-  // Keys k0 ... k0 + n - 1 against all prepared blocks. dk and dv hold the keys from `base` on.
-  void key_tile(const Sequence& q, int64_t head, int64_t chunk, int64_t k0, int n, int64_t base, bool fresh, int64_t count) {
-    float *dk_tile = dk.floats() + (k0 - base) * dim, *dv_tile = dv.floats() + (k0 - base) * dim_v;
-    if (fresh) {
-      std::memset(dk_tile, 0, (size_t)(n * dim) * 4);
-      std::memset(dv_tile, 0, (size_t)(n * dim_v) * 4);
-    }
+  // Keys k0 ... k0 + n - 1 against the prepared blocks.
+  void key_tile(const Sequence& q, int64_t head, int64_t chunk, int64_t k0, int n, int64_t count, float* dk_tile, float* dv_tile) {
     const Source of_k = keys_of(c, q, head), of_v = values_of(c, q, head);
     copy_keys<T>(of_k, k0, n, nullptr, k.bytes(), round_up(c.dim, E::DEPTH));
     copy_keys<T>(of_v, k0, n, nullptr, v.bytes(), round_up(c.dim_v, E::DEPTH));
@@ -151,16 +150,16 @@ struct Worker : Tile {
       const Look look = see(c, r, k0, k0 + n, seen());
       if (look.n == 0) continue;
       const int64_t skip = look.k0 - k0;
-      product(k, c.dim, skip, b.q_columns, s, r.lanes, look.n);
-      product(v, c.dim_v, skip, b.dout_columns, p, r.lanes, look.n);
+      product(k, c.dim, skip, b.q.columns, s, r.lanes, look.n);
+      product(v, c.dim_v, skip, b.dout.columns, p, r.lanes, look.n);
       finish_scores(r, look, slope.floats());
-      if (units.modified) weigh<true>(b, look);
+      if (modified) weigh<true>(b, look);
       else weigh<false>(b, look);
-      if (units.modified) unwind(b, chunk, look.k0, look.n);
-      if (c.dv.data) add_to_keys(r, narrow(p, r.lanes * look.n), b.dout_rows, dim_v, dv_tile + skip * dim_v, look.n);
+      if (modified) unwind(b, chunk, look.k0, look.n);
+      if (c.dv.data) add_to_keys(r, narrow(p, r.lanes * look.n), b.dout.rows, dim_v, dv_tile + skip * dim_v, look.n);
       if (!c.dq.data && !c.dk.data) continue;
       const char* ds = narrow(s, r.lanes * look.n);
-      if (c.dk.data) add_to_keys(r, ds, b.q_rows, dim, dk_tile + skip * dim, look.n);
+      if (c.dk.data) add_to_keys(r, ds, b.q.rows, dim, dk_tile + skip * dim, look.n);
       if (c.dq.data) add_to_queries(b, ds, as_columns<T>(columns_, skip, n, of_k, look, seen(), own), look.n);
     }
   }
@@ -168,7 +167,7 @@ struct Worker : Tile {
   // to [keys][lanes] = K Q^T, or V dout^T.
   static void product(const Buffer& rows_, int64_t n, int64_t skip, const float* columns_, const Buffer& to, int lanes, int keys) {
     const int64_t ld = round_up(n, E::DEPTH) * E::BYTES;
-    multiply<E, false>({rows_.bytes() + skip * ld, ld, 4}, right(columns_, lanes), to.floats(), lanes, keys, lanes,
+    multiply<E, false>({rows_.bytes() + skip * ld, ld, 4}, matrix(columns_, lanes), to.floats(), lanes, keys, lanes,
                        parts(n, E::DEPTH));
   }
 
@@ -176,7 +175,7 @@ struct Worker : Tile {
   template <bool MODIFIED>
   void weigh(const Block& b, const Look& look) {
     const int ld = b.rows.lanes;
-    const Vec per_unit = all(units.unit), log2e = all((float)LOG2E), keep = all((float)c.keep_scale);
+    const Vec per_unit = all(unit), log2e = all((float)LOG2E), keep = all((float)c.keep_scale);
     for (int i = 0; i < look.n; i++)
       for (int j = 0; j < ld; j += VL) {
         float *score = s.floats() + i * ld + j, *product = p.floats() + i * ld + j;
@@ -232,11 +231,11 @@ struct Worker : Tile {
 
   // to [keys][ld] += tile [keys][lanes] * rows [lanes][ld].
   static void add_to_keys(const Rows& r, const char* tile, const float* rows_, int64_t ld, float* to, int keys) {
-    multiply<E, true>({tile, r.lanes * E::BYTES, 4}, right(rows_, ld), to, ld, keys, ld, parts(r.count, E::DEPTH));
+    multiply<E, true>({tile, r.lanes * E::BYTES, 4}, matrix(rows_, ld), to, ld, keys, ld, parts(r.count, E::DEPTH));
   }
 
   // dq [dim][lanes] += K^T dS.
-  void add_to_queries(const Block& b, const char* ds, Left k_, int keys) {
+  void add_to_queries(const Block& b, const char* ds, Matrix k_, int keys) {
     const int64_t lanes = b.rows.lanes;
     if (E::DEPTH == 2) {
       for (int i = 0; i < keys; i += 2)
@@ -249,18 +248,12 @@ struct Worker : Tile {
     multiply<E, true>(k_, {ds, lanes * 4}, b.dq, lanes, c.dim, lanes, parts(keys, E::DEPTH));
   }
 
-  void write_keys(const Sequence& q, int64_t head, int64_t begin, int64_t end, int64_t base, bool zero) {
-    for (int64_t key = begin; key < end; key++) {
-      if (c.dk.data) write_row(at(c.dk, q.k_batch, q.k_start + key, head), dk.floats() + (key - base) * dim, c.dim, (float)c.scale, zero);
-      if (c.dv.data) write_row(at(c.dv, q.k_batch, q.k_start + key, head), dv.floats() + (key - base) * dim_v, c.dim_v, 1.0f, zero);
-    }
-  }
-
-  static void write_row(char* to, const float* from, int64_t n, float scale, bool zero) {
-    for (int64_t d = 0; d < n; d += VL) {
-      const Vec x = zero ? all(0.0f) : load(from + d) * all(scale);
-      store_some<T>(to + d * SIZE<T>, x, n - d);
-    }
+  // n keys' sums [n][ld] to rows of a tensor.
+  static void write_keys(const Strided& t, const Sequence& q, int64_t head, int64_t k0, int n, const float* from, int64_t dim_,
+                         int64_t ld, float scale) {
+    for (int i = 0; i < n && t.data; i++, from += ld)
+      for (int64_t d = 0; d < dim_; d += VL)
+        store_some<T>(at(t, q.k_batch, q.k_start + k0 + i, head) + d * SIZE<T>, load(from + d) * all(scale), dim_ - d);
   }
 };
 

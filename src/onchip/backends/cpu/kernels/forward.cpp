@@ -27,7 +27,7 @@ struct Worker : Tile {
     for (int64_t i = 0; i < count; i++) {
       const int64_t at = partial ? (first + i) * plan.splits + split : i;
       Part& p = part(i) = {plan.rows(first + i), State((partial ? partial : sums.floats()) + at * State::size(c)),
-                           q.floats() + i * dim * ROWS, true};
+                           q.floats() + i * dim * ROWS};
       start(p);
       begin = least(begin, p.rows.begin), end = most(end, p.rows.end);
     }
@@ -44,8 +44,7 @@ struct Worker : Tile {
     }
     for (int64_t i = 0; i < count; i++) {
       Part& p = part(i);
-      if (p.fresh) std::memset(p.state.out, 0, (size_t)(dim_v * ROWS) * 4);
-      else if (dots(p.rows)) rows_to_columns(p.rows, p.state);
+      if (dots(p.rows)) rows_to_columns(p.rows, p.state);
       if (!partial) finish(p.rows, p.state);
     }
   }
@@ -53,6 +52,7 @@ struct Worker : Tile {
   void start(Part& p) {
     const Rows& r = p.rows;
     for (int i = 0; i < r.lanes; i++) p.state.row_max[i] = -INFINITY, p.state.row_sum[i] = 0;
+    std::memset(p.state.out, 0, (size_t)((dots(r) ? r.count : r.lanes) * dim_v) * 4);
     const char* from[ROWS] = {};
     for (int i = 0; i < r.count; i++) from[i] = r.row(c.q, i);
     if (!dots(r)) return pack_columns<T>(from, r.lanes, c.dim, p.q);
@@ -68,14 +68,13 @@ struct Worker : Tile {
     if (dots(r)) dot_products(p, look);
     else {
       if (!k_tile.data) pack(r, begin, (int)size, count);
-      multiply<E, false>({k_tile.data + skip * k_tile.row, k_tile.row, 4}, right(p.q, r.lanes), s.floats(), r.lanes, look.n,
+      multiply<E, false>({k_tile.data + skip * k_tile.row, k_tile.row, 4}, matrix(p.q, r.lanes), s.floats(), r.lanes, look.n,
                          r.lanes, parts(c.dim, E::DEPTH));
     }
     finish_scores(r, look, nullptr);
     const bool moved = softmax(r.lanes, p.state, look.n);
     if (dots(r)) dots_accumulate(p, look, moved);
     else accumulate(p, look, skip, size, moved);
-    p.fresh = false;
   }
 
   // The keys of a tile as products want them: where they lie, or packed where they need a change of form, or where several
@@ -96,24 +95,21 @@ struct Worker : Tile {
   // out [dim_v][lanes] += V^T weights, of the keys from `skip` in the tile on.
   void accumulate(const Part& p, const Look& look, int64_t skip, int64_t size, bool moved) {
     const Rows& r = p.rows;
-    if (moved && !p.fresh)
+    if (moved)
       for (int64_t d = 0; d < c.dim_v; d++)
         for (int j = 0; j < r.lanes; j += VL) {
           float* sum = p.state.out + d * r.lanes + j;
           store(sum, load(sum) * load(decay() + j));
         }
-    const Left left = as_columns<T>(v_tile, skip, size, values_of(c, r.sequence, r.key_head), look, seen(), own);
-    const Right by = right(weighed(), r.lanes);
-    const int64_t depth = parts(look.n, E::DEPTH);
-    if (p.fresh) multiply<E, false>(left, by, p.state.out, r.lanes, c.dim_v, r.lanes, depth);
-    else multiply<E, true>(left, by, p.state.out, r.lanes, c.dim_v, r.lanes, depth);
+    const Matrix left = as_columns<T>(v_tile, skip, size, values_of(c, r.sequence, r.key_head), look, seen(), own);
+    multiply<E, true>(left, matrix(weighed(), r.lanes), p.state.out, r.lanes, c.dim_v, r.lanes, parts(look.n, E::DEPTH));
   }
 
   const float* weighed() const { return E::DEPTH == 2 ? weights.floats() : s.floats(); }
   float* base() const { return rows.floats(); }  // what a row's scores are taken from
   float* decay() const { return base() + ROWS; }
 
-  // Scores in s become weights, row_max and row_sum move on; whether the factor of what was summed before is not 1.
+  // Scores in s become weights, row_max and row_sum move on; whether what was summed before has a factor that is not 1.
   bool softmax(int ld, const State& state, int n) {
     float* scores = s.floats();
     bool moved = false;
@@ -129,10 +125,10 @@ struct Worker : Tile {
       const Vec from = select(above(now, all(-INFINITY)), now, all(0.0f));
       const Vec factor = decay_of(before, from);
       store(state.row_max + j, now);
-      store(base() + j, units.modified ? from : from * all(units.unit));
+      store(base() + j, modified ? from : from * all(unit));
       store(decay() + j, factor);
       store(state.row_sum + j, load(state.row_sum + j) * factor);
-      moved |= differ(before, now);
+      moved |= differ(select(above(before, all(-INFINITY)), before, now), now);
     }
     for (int j = 0; j < ld; j += 2 * VL)
       if (j + VL < ld) weigh<2>(state, ld, j, n);
@@ -143,14 +139,14 @@ struct Worker : Tile {
   // 2^(unit * (before - now)). Modified scores are subtracted first: -3e38 must not overflow by log2(e). Others are taken
   // in log2, where a weight is one fused multiply-add and a power; the rounding of the maximum there is in all of them.
   Vec decay_of(Vec before, Vec now) const {
-    const Vec unit = all(units.unit);
-    return exp2<false>(units.modified ? (before - now) * unit : before * unit - now * unit);
+    const Vec by = all(unit);
+    return exp2<false>(modified ? (before - now) * by : before * by - now * by);
   }
 
   template <int N>  // N vectors of rows from j0 on; pairs go to `weights`, two keys in one element
   void weigh(const State& state, int ld, int j0, int n) {
     constexpr bool PAIRS = E::DEPTH == 2;
-    const Vec keep = all((float)c.keep_scale), unit = all(units.unit);
+    const Vec keep = all((float)c.keep_scale), by = all(unit);
     Vec from[N], total[N];
     for (int j = 0; j < N; j++) from[j] = load(base() + j0 + j * VL), total[j] = load(state.row_sum + j0 + j * VL);
     for (int i = 0; i < n; i += 1 + PAIRS)
@@ -162,7 +158,7 @@ struct Worker : Tile {
           float* p = s.floats() + (i + t) * ld + j0 + j * VL;
           w[t] = all(0.0f);
           if (i + t == n) continue;
-          w[t] = exp2<PAIRS>(units.modified ? (load(p) - from[j]) * unit : fma(load(p), unit, all(0.0f) - from[j]));
+          w[t] = exp2<PAIRS>(modified ? (load(p) - from[j]) * by : fma(load(p), by, all(0.0f) - from[j]));
           total[j] = total[j] + w[t];
           if (c.drops) w[t] = select(lanes(kept()[i + t], j0 / VL + j), w[t] * keep, all(0.0f));
           if (!PAIRS) store(p, w[t]);
@@ -220,12 +216,11 @@ struct Worker : Tile {
     const Rows& r = p.rows;
     const int n = look.n;
     float* out = p.state.out;
-    if (p.fresh) std::memset(out, 0, (size_t)(r.count * dim_v) * 4);
     for (int i = 0; i < r.count && moved; i++)
       for (int64_t d = 0; d < dim_v; d += VL) store(out + i * dim_v + d, load(out + i * dim_v + d) * all(decay()[i]));
     const Source of_v = values_of(c, r.sequence, r.key_head);
     const KeyTile v = of_v.find(look.k0);
-    const Left left{(const char*)weighed(), 4, r.lanes * 4};
+    const Matrix left{(const char*)weighed(), 4, r.lanes * 4};
     const auto beside = [&](int j) { if (j % 2 == 0) ahead.fetch(); };
     if (n <= v.run && !look.holes && c.dim_v == dim_v && n % E::DEPTH == 0)
       return multiply<E, true, T>(left, {v.data, v.row}, out, dim_v, r.count, dim_v, n / E::DEPTH, beside);
@@ -245,8 +240,8 @@ struct Worker : Tile {
   void finish(const Rows& r, const State& state) {
     alignas(64) float factor[ROWS] = {};
     for (int i = 0; i < r.count; i++) {
-      const float in_log2 = state.row_max[i] * units.unit;  // as decay_of rounds it
-      double top = units.modified ? state.row_max[i] : in_log2 / LOG2E, total = state.row_sum[i];
+      const float in_log2 = state.row_max[i] * unit;  // as decay_of rounds it
+      double top = modified ? state.row_max[i] : in_log2 / LOG2E, total = state.row_sum[i];
       factor[i] = total == 0 ? 0.0f : (float)(1.0 / total);
       if (c.sink) {  // a key without value
         const double logit = c.sink[r.query_head(i)], highest = total == 0 ? logit : most(top, logit);

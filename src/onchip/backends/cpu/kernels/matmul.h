@@ -41,23 +41,18 @@ using Pairs = Floats;  // bfloat16 is widened
 template <int T>
 using Products = std::conditional_t<T == BF16, Pairs, Floats>;  // of tensors of this dtype
 
-struct Left {  // A, strides in bytes
+struct Matrix {  // A or B, strides in bytes
   const char* data;
-  int64_t row, column;
+  int64_t row, column = 4;
 };
-
-struct Right {  // B, row stride in bytes
-  const char* data;
-  int64_t row;
-};
-INLINE Right right(const float* b, int64_t ldb) { return {(const char*)b, ldb * 4}; }
+INLINE Matrix matrix(const void* data, int64_t ld) { return {(const char*)data, ld * 4}; }
 
 struct Nothing {
   void operator()(int) const {}
 };
 
 template <class E, int T, int M, int N, bool ADD, class Beside>
-INLINE void micro(Left a, Right b, float* c, int64_t ldc, int depth, const Beside& beside) {
+INLINE void micro(Matrix a, Matrix b, float* c, int64_t ldc, int depth, const Beside& beside) {
   Vec sums[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
@@ -84,14 +79,14 @@ INLINE void micro(Left a, Right b, float* c, int64_t ldc, int depth, const Besid
 }
 
 template <class E, int T, int M, int N, bool ADD, class Beside>
-static void multiply_rows(Left a, Right b, float* c, int64_t ldc, int64_t rows, int depth, const Beside& beside) {
+static void multiply_rows(Matrix a, Matrix b, float* c, int64_t ldc, int64_t rows, int depth, const Beside& beside) {
   for (; rows >= M; rows -= M, a.data += M * a.row, c += M * ldc) micro<E, T, M, N, ADD>(a, b, c, ldc, depth, beside);
   if constexpr (M > 1) multiply_rows<E, T, M == MICRO_ROWS ? 4 : M / 2, N, ADD>(a, b, c, ldc, rows, depth, beside);
 }
 
 // `beside` is called before every vector of B is read.
 template <class E, bool ADD, int T = FLOAT, int N = GROUP, class Beside = Nothing>
-static void multiply(Left a, Right b, float* c, int64_t ldc, int64_t rows, int64_t columns, int64_t depth,
+static void multiply(Matrix a, Matrix b, float* c, int64_t ldc, int64_t rows, int64_t columns, int64_t depth,
                      const Beside& beside = {}) {
   for (; columns >= N * VL; columns -= N * VL, b.data += N * VL * SIZE<T>, c += N * VL)
     multiply_rows<E, T, MICRO_ROWS, N, ADD>(a, b, c, ldc, rows, (int)depth, beside);

@@ -67,7 +67,6 @@ struct Part {  // a block on its way through the keys
   Rows rows;
   State state;
   float* q;
-  bool fresh;
 };
 
 // The keys and values after a tile, asked for by lines of 64 bytes in the order in which they lie in memory, where heads are

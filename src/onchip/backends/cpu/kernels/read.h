@@ -43,7 +43,7 @@ INLINE void copy_row(const char* from, int64_t n, char* to, int64_t ld) {
   if (SIZE<T> == BYTES && from) std::memcpy(to, from, (size_t)(n * BYTES));
   else
     for (int64_t d = 0; d < n; d += VL) store_some<FLOAT>(to + d * 4, load_some<T>(from + d * SIZE<T>, n - d), n - d);
-  std::memset(to + n * BYTES, 0, (size_t)((ld - n) * BYTES));
+  if (n < ld) std::memset(to + n * BYTES, 0, (size_t)((ld - n) * BYTES));
 }
 
 // n keys as rows [n][ld].
@@ -83,14 +83,14 @@ static KeyTile copy_columns(const Source& source, int64_t k0, int n, const uint6
 // Keys of a look for products along the keys: of a tile of `size` as columns, without its first `skip`, or a copy in `own`
 // where keys that no row sees, between them or paired with the last, are not to be read.
 template <int T>
-static Left as_columns(KeyTile tile, int64_t skip, int64_t size, const Source& source, const Look& look,
+static Matrix as_columns(KeyTile tile, int64_t skip, int64_t size, const Source& source, const Look& look,
                        const uint64_t* bits, const Buffer& own) {
   constexpr int DEPTH = Products<T>::DEPTH;
   if (look.holes || (look.n % DEPTH && skip + look.n < size)) {
     tile = copy_columns<T>(source, look.k0, look.n, look.holes ? bits : nullptr, own);
     skip = 0;
   }
-  return DEPTH == 2 ? Left{tile.data + skip * 2, tile.row, 4} : Left{tile.data + skip * tile.row, 4, tile.row};
+  return DEPTH == 2 ? Matrix{tile.data + skip * 2, tile.row, 4} : Matrix{tile.data + skip * tile.row, 4, tile.row};
 }
 
 // Rows of Q or dout, zeros from null, as columns [dim][lanes].

@@ -38,13 +38,8 @@ static void find_intervals(const Call& c, Rows& r) {
   const Sequence& s = r.sequence;
   const int64_t shift = s.k_len - s.q_len;
   r.begin = r.full_end = s.k_len;
-  r.end = r.full_begin = 0;
-  for (int i = 0; i < r.lanes; i++) {
+  for (int i = 0; i < r.count; i++) {
     int64_t q = r.query(i), lo = 0, hi = s.k_len;
-    if (i >= r.count) {
-      r.lo[i] = r.hi[i] = 0;
-      continue;
-    }
     if (c.left != UNBOUNDED) lo = most(lo, q + shift - c.left);
     if (c.top_left != UNBOUNDED) lo = most(lo, q - c.top_left);
     if (c.right != UNBOUNDED) hi = least(hi, q + shift + c.right + 1);
@@ -68,7 +63,7 @@ static void find_intervals(const Call& c, Rows& r) {
 static Rows make_rows(const Call& c, const Sequence& s, int64_t key_head, int64_t block) {
   const Blocks b = cut(c, s);
   const int64_t group = c.heads_q / c.heads_k, head = block / b.per_head * b.heads;
-  Rows r;
+  Rows r{};
   r.sequence = s;
   r.key_head = key_head;
   r.head = key_head * group + head;
@@ -210,13 +205,6 @@ INLINE void hide(float* s, int width, int n, const uint64_t* bits, float with) {
 
 constexpr double LOG2E = 1.4426950408889634;
 
-struct Units {  // a weight is 2^(unit * score - what its row's softmax subtracts)
-  bool modified;  // scores are not the products, and in natural units
-  float unit;
-  explicit Units(const Call& c)
-      : modified(c.softcap != 0 || c.alibi || c.bias || c.scale <= 0), unit((float)(modified ? LOG2E : c.scale * LOG2E)) {}
-};
-
 template <int T>
 static void read_bias(const Call& c, const Rows& r, int64_t k0, int n, float* tile) {  // tile [n][lanes]
   to_columns(r.lanes, n, tile, r.lanes, [&](int lane, int64_t key) {
@@ -259,7 +247,9 @@ static void modify(const Call& c, const Rows& r, int64_t k0, int n, float* s, fl
 
 struct Tile {  // of one worker: scores [keys][lanes], a word of `seen` and of `kept` a key
   const Call& c;
-  const Units units{c};
+  // A weight is 2^(unit * score - what its row's softmax subtracts); modified scores are in natural units.
+  const bool modified = c.softcap != 0 || c.alibi || c.bias || c.scale <= 0;
+  const float unit = (float)(modified ? LOG2E : c.scale * LOG2E);
   const Buffer s{KEYS * ROWS * 4}, bias{c.bias ? KEYS * ROWS * 4 : 0}, bits{KEYS * 16};
 
   explicit Tile(const Call& call) : c(call) {}
@@ -268,7 +258,7 @@ struct Tile {  // of one worker: scores [keys][lanes], a word of `seen` and of `
 
   // Products in s become scores, -inf where hidden.
   void finish_scores(const Rows& r, const Look& look, float* slope) const {
-    if (units.modified) modify(c, r, look.k0, look.n, s.floats(), bias.floats(), slope);
+    if (modified) modify(c, r, look.k0, look.n, s.floats(), bias.floats(), slope);
     if (!look.all) hide(s.floats(), r.lanes, look.n, seen(), -INFINITY);
     if (!look.all && slope) hide(slope, r.lanes, look.n, seen(), 0.0f);
     if (c.drops) survive(c, r, look.k0, look.n, kept());
