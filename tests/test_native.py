@@ -201,3 +201,18 @@ def test_lse_is_a_tensor_of_its_own():
         lse.untyped_storage().nbytes() == lse.numel() * 4
         and out.untyped_storage().nbytes() == out.numel() * 4
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 33), (33, 80)])
+def test_few_rows_beside_whole_tiles(dtype, dims):
+    """Many heads of 65 rows: blocks of 64, and of 1 that takes dot products, go through the keys together."""
+    q, k, v = (
+        torch.randn(1, n, h, d).to(dtype)
+        for n, h, d in ((65, 96, dims[0]), (300, 2, dims[0]), (300, 2, dims[1]))
+    )
+    visible = torch.rand(65, 300) < 0.5
+    found = dict(
+        zip(("out", "lse", "dq", "dk", "dv"), attend(q, k, v, mask=onchip.dense(visible)), strict=True)
+    )
+    oracle.assert_close_as_torch(found, q, k, v, dout=torch.ones_like(found["out"]), visible=visible)

@@ -20,7 +20,7 @@ from onchip.score import Score
 
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_UNBOUNDED = -(2**63)
+_UNBOUNDED = 2**62 - 1
 # Pairs of one look at a mask, about 8 MiB of int64 temporaries; pairs shown to the kernels at once, a byte each: many,
 # since the backward pass prepares all rows for them.
 _LOOK, _SHOWN = 1 << 20, 1 << 25
@@ -129,7 +129,7 @@ def _state_layout(call: Call, layout: Any, keep: list) -> None:
 
 def _state_band(call: Call, band: Band | None) -> None:
     for name, bound in zip(Band._fields, band or Band(), strict=True):
-        setattr(call, name, _UNBOUNDED if bound is None else bound)
+        setattr(call, name, _UNBOUNDED if bound is None else max(-_UNBOUNDED, min(bound, _UNBOUNDED)))
 
 
 def _state_score(call: Call, problem: Problem, score: Score, keep: list) -> None:

@@ -105,7 +105,7 @@ struct Worker : Tile {
       const bool blind = lse == -INFINITY || (c.sink && lse - sink <= 1e-13 * std::fabs(sink));
       float delta = 0;
       if (c.dlse && (c.sink || !blind))
-        delta = -c.dlse[r.sequence.q_batch * c.dlse_batch + head * c.dlse_head + (r.sequence.q_start + r.query(i)) * c.dlse_row];
+        delta = -c.dlse[r.sequence.number * c.dlse_batch + head * c.dlse_head + (r.sequence.q_start + r.query(i)) * c.dlse_row];
       if (!blind) {
         q[i] = r.row(c.q, i);
         dout[i] = r.row(c.dout, i);
@@ -153,8 +153,7 @@ struct Worker : Tile {
       product(k, c.dim, skip, b.q.columns, s, r.lanes, look.n);
       product(v, c.dim_v, skip, b.dout.columns, p, r.lanes, look.n);
       finish_scores(r, look, slope.floats());
-      if (modified) weigh<true>(b, look);
-      else weigh<false>(b, look);
+      weigh(b, look);
       if (modified) unwind(b, chunk, look.k0, look.n);
       if (c.dv.data) add_to_keys(r, narrow(p, r.lanes * look.n), b.dout.rows, dim_v, dv_tile + skip * dim_v, look.n);
       if (!c.dq.data && !c.dk.data) continue;
@@ -172,7 +171,6 @@ struct Worker : Tile {
   }
 
   // s becomes dS = P * (dP - delta), by the modified score; p becomes P as dropout leaves it.
-  template <bool MODIFIED>
   void weigh(const Block& b, const Look& look) {
     const int ld = b.rows.lanes;
     const Vec per_unit = all(unit), log2e = all((float)LOG2E), keep = all((float)c.keep_scale);
@@ -180,9 +178,9 @@ struct Worker : Tile {
       for (int j = 0; j < ld; j += VL) {
         float *score = s.floats() + i * ld + j, *product = p.floats() + i * ld + j;
         // In natural units the difference comes first: a score of -3e38 must not overflow by log2(e).
-        Vec t = MODIFIED ? load(score) - load(b.lse + j) : fma(load(score), per_unit, all(0.0f) - load(b.lse + j));
+        Vec t = modified ? load(score) - load(b.lse + j) : fma(load(score), per_unit, all(0.0f) - load(b.lse + j));
         t = t - load(b.rest + j);
-        const Vec weight = exp2<E::DEPTH == 2>(MODIFIED ? t * log2e : t);
+        const Vec weight = exp2<E::DEPTH == 2>(modified ? t * log2e : t);
         Vec dp = load(product), left = weight;
         if (c.drops) {
           const Lanes stays = lanes(kept()[i], j / VL);

@@ -8,7 +8,7 @@ struct Strided {  // strides in bytes; the last dim is contiguous
   int64_t batch, row, head;
 };
 
-constexpr int64_t UNBOUNDED = INT64_MIN;  // a side of a band
+constexpr int64_t UNBOUNDED = INT64_MAX / 2;  // a side of a band; sums with positions do not overflow
 
 struct Call {
   Strided q, k, v, out, dout, dq, dk, dv;
@@ -60,21 +60,14 @@ struct Call {
 
 INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT ? 4 : 2; }
 
-struct Sequence {
-  int64_t position, number, q_start, q_len, k_start, k_len, q_batch, k_batch;
+struct Sequence {  // `number` is also the batch of its queries, whose stride is 0 where sequences are packed
+  int64_t position, number, q_start, q_len, k_start, k_len, k_batch;
 };
 
 INLINE Sequence sequence(const Call& c, int64_t position) {
-  Sequence s;
-  s.position = position;
-  s.number = c.members ? c.members[position] : position;
-  s.q_start = c.q_start ? c.q_start[s.number] : 0;
-  s.q_len = c.q_len ? c.q_len[s.number] : c.seqlen_q;
-  s.k_start = c.k_start ? c.k_start[s.number] : 0;
-  s.k_len = c.k_len ? c.k_len[s.number] : c.seqlen_k;
-  s.q_batch = s.number;  // its stride is 0 where sequences are packed
-  s.k_batch = c.k_index ? c.k_index[s.number] : s.number;
-  return s;
+  const int64_t n = c.members ? c.members[position] : position;
+  const auto of = [n](const int64_t* list, int64_t otherwise) { return list ? list[n] : otherwise; };
+  return {position, n, of(c.q_start, 0), of(c.q_len, c.seqlen_q), of(c.k_start, 0), of(c.k_len, c.seqlen_k), of(c.k_index, n)};
 }
 
 // Where row `row` of a sequence and head lies.

@@ -11,8 +11,8 @@ struct Worker : Tile {
   const int64_t dim = round_up(c.dim, VL * E::DEPTH), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
   Ahead ahead{c, {}, 0, 0};
   const Buffer parts_{plan.together * (int64_t)sizeof(Part)}, q{plan.together * dim * ROWS * 4};
-  const Buffer sums{plan.together * State::size(c) * 4}, spare{dim_v * ROWS * 4}, rows{2 * ROWS * 4};
-  const Buffer keys{KEYS * dim * 4}, values{KEYS * dim_v * 4}, own{KEYS * dim_v * 4};
+  const Buffer sums{plan.together * State::size(c) * 4}, spare{dim_v * ROWS * 4}, decay{ROWS * 4};
+  const Buffer keys{KEYS * dim * 4}, values{KEYS * dim_v * 4}, own{KEYS * most(dim, dim_v) * 4};
   const Buffer weights{E::DEPTH == 2 ? KEYS * ROWS * 2 : 0};
   KeyTile k_tile, v_tile;  // of the tile that is computed; V for pairs as columns
 
@@ -99,40 +99,59 @@ struct Worker : Tile {
       for (int64_t d = 0; d < c.dim_v; d++)
         for (int j = 0; j < r.lanes; j += VL) {
           float* sum = p.state.out + d * r.lanes + j;
-          store(sum, load(sum) * load(decay() + j));
+          store(sum, load(sum) * load(decay.floats() + j));
         }
     const Matrix left = as_columns<T>(v_tile, skip, size, values_of(c, r.sequence, r.key_head), look, seen(), own);
     multiply<E, true>(left, matrix(weighed(), r.lanes), p.state.out, r.lanes, c.dim_v, r.lanes, parts(look.n, E::DEPTH));
   }
 
   const float* weighed() const { return E::DEPTH == 2 ? weights.floats() : s.floats(); }
-  float* base() const { return rows.floats(); }  // what a row's scores are taken from
-  float* decay() const { return base() + ROWS; }
-
   // Scores in s become weights, row_max and row_sum move on; whether what was summed before has a factor that is not 1.
   bool softmax(int ld, const State& state, int n) {
-    float* scores = s.floats();
     bool moved = false;
-    for (int j = 0; j < ld; j += VL) {
-      const Vec before = load(state.row_max + j);
-      Vec top[4] = {before, before, before, before};
-      int i = 0;
-      for (; i + 4 <= n; i += 4)
-        for (int t = 0; t < 4; t++) top[t] = max_or_second(load(scores + (i + t) * ld + j), top[t]);
-      for (; i < n; i++) top[0] = max_or_second(load(scores + i * ld + j), top[0]);
-      const Vec now = max_or_second(max_or_second(top[0], top[1]), max_or_second(top[2], top[3]));
+    for (int j = 0; j < ld; j += 2 * VL) moved |= j + VL < ld ? softmax_of<2>(state, ld, j, n) : softmax_of<1>(state, ld, j, n);
+    return moved;
+  }
+
+  template <int N>  // N vectors of rows from j0 on; pairs of weights go to `weights`, two keys in one element
+  bool softmax_of(const State& state, int ld, int j0, int n) {
+    constexpr int PAIR = E::DEPTH;
+    const Vec keep = all((float)c.keep_scale), by = all(unit);
+    float *scores = s.floats() + j0, *row_max = state.row_max + j0, *row_sum = state.row_sum + j0;
+    Vec top[N][2], from[N], total[N];
+    bool moved = false;
+    for (int j = 0; j < N; j++) top[j][0] = top[j][1] = load(row_max + j * VL);
+    for (int i = 0; i < n; i += 2)
+#pragma GCC unroll 4
+      for (int t = 0; t < 2 * N; t++)
+        top[t / 2][t % 2] = max_or_second(load(scores + least(i + t % 2, n - 1) * ld + t / 2 * VL), top[t / 2][t % 2]);
+#pragma GCC unroll 2
+    for (int j = 0; j < N; j++) {
+      if (n % PAIR) store(scores + n * ld + j * VL, all(-INFINITY));  // beside the last
+      const Vec before = load(row_max + j * VL), now = max_or_second(top[j][0], top[j][1]);
       // A row that saw no key yet has maximum -inf; less 0, its -inf scores weigh 0, not NaN.
-      const Vec from = select(above(now, all(-INFINITY)), now, all(0.0f));
-      const Vec factor = decay_of(before, from);
-      store(state.row_max + j, now);
-      store(base() + j, modified ? from : from * all(unit));
-      store(decay() + j, factor);
-      store(state.row_sum + j, load(state.row_sum + j) * factor);
+      const Vec least_ = select(above(now, all(-INFINITY)), now, all(0.0f)), factor = decay_of(before, least_);
+      from[j] = modified ? least_ : least_ * by;
+      total[j] = load(row_sum + j * VL) * factor;
+      store(row_max + j * VL, now);
+      store(decay.floats() + j0 + j * VL, factor);
       moved |= differ(select(above(before, all(-INFINITY)), before, now), now);
     }
-    for (int j = 0; j < ld; j += 2 * VL)
-      if (j + VL < ld) weigh<2>(state, ld, j, n);
-      else weigh<1>(state, ld, j, n);
+    for (int i = 0; i < n; i += PAIR)
+#pragma GCC unroll 2
+      for (int j = 0; j < N; j++) {
+        Vec w[2];
+#pragma GCC unroll 2
+        for (int t = 0; t < PAIR; t++) {
+          float* p = scores + (i + t) * ld + j * VL;
+          w[t] = exp2<PAIR == 2>(modified ? (load(p) - from[j]) * by : fma(load(p), by, all(0.0f) - from[j]));
+          total[j] = total[j] + w[t];
+          if (c.drops) w[t] = select(lanes(kept()[i + t], j0 / VL + j), w[t] * keep, all(0.0f));
+          if (PAIR == 1) store(p, w[t]);
+        }
+        if constexpr (PAIR == 2) store(weights.floats() + i / 2 * ld + j0 + j * VL, E::pair_up(w[0], w[1]));
+      }
+    for (int j = 0; j < N; j++) store(row_sum + j * VL, total[j]);
     return moved;
   }
 
@@ -143,39 +162,21 @@ struct Worker : Tile {
     return exp2<false>(modified ? (before - now) * by : before * by - now * by);
   }
 
-  template <int N>  // N vectors of rows from j0 on; pairs go to `weights`, two keys in one element
-  void weigh(const State& state, int ld, int j0, int n) {
-    constexpr bool PAIRS = E::DEPTH == 2;
-    const Vec keep = all((float)c.keep_scale), by = all(unit);
-    Vec from[N], total[N];
-    for (int j = 0; j < N; j++) from[j] = load(base() + j0 + j * VL), total[j] = load(state.row_sum + j0 + j * VL);
-    for (int i = 0; i < n; i += 1 + PAIRS)
-#pragma GCC unroll 2
-      for (int j = 0; j < N; j++) {
-        Vec w[2];
-#pragma GCC unroll 2
-        for (int t = 0; t <= PAIRS; t++) {
-          float* p = s.floats() + (i + t) * ld + j0 + j * VL;
-          w[t] = all(0.0f);
-          if (i + t == n) continue;
-          w[t] = exp2<PAIRS>(modified ? (load(p) - from[j]) * by : fma(load(p), by, all(0.0f) - from[j]));
-          total[j] = total[j] + w[t];
-          if (c.drops) w[t] = select(lanes(kept()[i + t], j0 / VL + j), w[t] * keep, all(0.0f));
-          if (!PAIRS) store(p, w[t]);
-        }
-        if constexpr (PAIRS) store(weights.floats() + i / 2 * ld + j0 + j * VL, E::pair_up(w[0], w[1]));
-      }
-    for (int j = 0; j < N; j++) store(state.row_sum + j0 + j * VL, total[j]);
-  }
-
   // Few rows: s [n][lanes] by dot products along dim; q [rows][dim], out [rows][dim_v].
 
+  // Keys of a look as whole vectors, and pairs, of their own dtype; zeros without a bit.
+  KeyTile find(const Source& source, const Look& look, const uint64_t* bits, int64_t ld, const Buffer& copy) const {
+    const KeyTile found = source.find(look.k0);
+    const bool even = look.n % E::DEPTH == 0;
+    if (look.n <= found.run && !bits && source.dim == ld && even) return found;
+    copy_keys<T, SIZE<T>>(source, look.k0, look.n, bits, copy.bytes(), ld);
+    if (!even) copy_row<T, SIZE<T>>(nullptr, 0, copy.bytes() + look.n * ld * SIZE<T>, ld);
+    return {copy.bytes(), ld * SIZE<T>, look.n};
+  }
+
   void dot_products(const Part& p, const Look& look) {
-    const Source of_k = keys_of(c, p.rows.sequence, p.rows.key_head);
-    const KeyTile k = of_k.find(look.k0);
-    if (look.n <= k.run && c.dim == dim) return dot_rows<E::DEPTH == 2 ? FLOAT : T>(p, 0, k, look.n);  // pairs as they lie
-    copy_keys<T>(of_k, look.k0, look.n, nullptr, keys.bytes(), dim);
-    dot_rows<FLOAT>(p, 0, {keys.bytes(), dim * E::BYTES, look.n}, look.n);
+    const KeyTile k = find(keys_of(c, p.rows.sequence, p.rows.key_head), look, nullptr, dim, own);
+    dot_rows<E::DEPTH == 2 ? FLOAT : T>(p, 0, k, look.n);  // pairs as they lie
   }
 
   template <int KIND, int R = 4>
@@ -214,20 +215,12 @@ struct Worker : Tile {
 
   void dots_accumulate(const Part& p, const Look& look, bool moved) {
     const Rows& r = p.rows;
-    const int n = look.n;
     float* out = p.state.out;
     for (int i = 0; i < r.count && moved; i++)
-      for (int64_t d = 0; d < dim_v; d += VL) store(out + i * dim_v + d, load(out + i * dim_v + d) * all(decay()[i]));
-    const Source of_v = values_of(c, r.sequence, r.key_head);
-    const KeyTile v = of_v.find(look.k0);
-    const Matrix left{(const char*)weighed(), 4, r.lanes * 4};
-    const auto beside = [&](int j) { if (j % 2 == 0) ahead.fetch(); };
-    if (n <= v.run && !look.holes && c.dim_v == dim_v && n % E::DEPTH == 0)
-      return multiply<E, true, T>(left, {v.data, v.row}, out, dim_v, r.count, dim_v, n / E::DEPTH, beside);
-    copy_keys<T>(of_v, look.k0, n, look.holes ? seen() : nullptr, values.bytes(), dim_v);
-    if (n % E::DEPTH) copy_row<T>(nullptr, 0, values.bytes() + n * dim_v * E::BYTES, dim_v);
-    multiply<E, true, E::DEPTH == 2 ? T : FLOAT>(left, {values.bytes(), dim_v * E::BYTES}, out, dim_v, r.count, dim_v,
-                                                 parts(n, E::DEPTH), beside);
+      for (int64_t d = 0; d < dim_v; d += VL) store(out + i * dim_v + d, load(out + i * dim_v + d) * all(decay.floats()[i]));
+    const KeyTile v = find(values_of(c, r.sequence, r.key_head), look, look.holes ? seen() : nullptr, dim_v, own);
+    multiply<E, true, T>({(const char*)weighed(), 4, r.lanes * 4}, {v.data, v.row}, out, dim_v, r.count, dim_v,
+                         parts(look.n, E::DEPTH), [&](int j) { if (j % 2 == 0) ahead.fetch(); });
   }
 
   void rows_to_columns(const Rows& r, const State& state) {

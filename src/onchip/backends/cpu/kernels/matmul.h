@@ -54,10 +54,8 @@ struct Nothing {
 template <class E, int T, int M, int N, bool ADD, class Beside>
 INLINE void micro(Matrix a, Matrix b, float* c, int64_t ldc, int depth, const Beside& beside) {
   Vec sums[M][N];
-#pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) sums[i][j] = ADD ? load(c + i * ldc + j * VL) : all(0.0f);
+#pragma GCC unroll 24
+  for (int i = 0; i < M * N; i++) sums[i / N][i % N] = ADD ? load(c + i / N * ldc + i % N * VL) : all(0.0f);
   for (int k = 0; k < depth; k++) {
     Vec row[N];
 #pragma GCC unroll 8
@@ -72,10 +70,8 @@ INLINE void micro(Matrix a, Matrix b, float* c, int64_t ldc, int depth, const Be
       for (int j = 0; j < N; j++) sums[i][j] = E::add_product(element, row[j], sums[i][j]);
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < M; i++)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; j++) store(c + i * ldc + j * VL, sums[i][j]);
+#pragma GCC unroll 24
+  for (int i = 0; i < M * N; i++) store(c + i / N * ldc + i % N * VL, sums[i / N][i % N]);
 }
 
 template <class E, int T, int M, int N, bool ADD, class Beside>

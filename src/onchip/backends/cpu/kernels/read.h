@@ -35,10 +35,9 @@ struct Source {  // K or V of one head of a sequence
 INLINE Source keys_of(const Call& c, const Sequence& s, int64_t head) { return {c, c.k, c.dim, s, head}; }
 INLINE Source values_of(const Call& c, const Sequence& s, int64_t head) { return {c, c.v, c.dim_v, s, head}; }
 
-// n numbers, or none from null, and zeros up to ld.
-template <int T>
+// n numbers, or none from null, and zeros up to ld; as they are, or as floats.
+template <int T, int BYTES = Products<T>::BYTES>
 INLINE void copy_row(const char* from, int64_t n, char* to, int64_t ld) {
-  constexpr int BYTES = Products<T>::BYTES;
   if (!from) n = 0;
   if (SIZE<T> == BYTES && from) std::memcpy(to, from, (size_t)(n * BYTES));
   else
@@ -47,10 +46,10 @@ INLINE void copy_row(const char* from, int64_t n, char* to, int64_t ld) {
 }
 
 // n keys as rows [n][ld].
-template <int T>
+template <int T, int BYTES = Products<T>::BYTES>
 static void copy_keys(const Source& source, int64_t k0, int n, const uint64_t* bits, char* to, int64_t ld) {
   const int64_t dim = source.dim;
-  source.each(k0, n, bits, [&](int i, const char* key) { copy_row<T>(key, dim, to + i * ld * Products<T>::BYTES, ld); });
+  source.each(k0, n, bits, [&](int i, const char* key) { copy_row<T, BYTES>(key, dim, to + i * ld * BYTES, ld); });
 }
 
 // Numbers d ... d + VL - 1 of two rows of n, side by side; zeros from null, and past n.

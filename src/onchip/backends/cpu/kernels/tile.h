@@ -15,23 +15,23 @@ struct Rows {  // up to ROWS rows of Q with one key head: `heads` query heads of
   int64_t query(int lane) const { return q0 + lane % queries; }
   int64_t query_head(int lane) const { return head + lane / queries; }
   char* row(const Strided& t, int lane) const {
-    return at(t, sequence.q_batch, sequence.q_start + query(lane), query_head(lane));
+    return at(t, sequence.number, sequence.q_start + query(lane), query_head(lane));
   }
   int64_t statistic(const Call& c, int lane) const {  // where its lse is
-    return sequence.q_batch * c.row_batch + query_head(lane) * c.row_head + sequence.q_start + query(lane);
+    return sequence.number * c.row_batch + query_head(lane) * c.row_head + sequence.q_start + query(lane);
   }
 };
 
 struct Blocks {  // how the rows of one key head are cut
-  int64_t first, queries, heads, per_head, count;
+  int64_t queries, heads, per_head, count;
 };
 
 INLINE Blocks cut(const Call& c, const Sequence& s) {
   const int64_t group = c.heads_q / c.heads_k, to = least(c.q_to, s.q_len), n = most<int64_t>(to - c.q_from, 0);
-  if (n == 0) return {c.q_from, 1, 1, 0, 0};
-  if (n >= ROWS) return {c.q_from, ROWS, 1, parts(n, ROWS), group * parts(n, ROWS)};
+  if (n == 0) return {1, 1, 0, 0};
+  if (n >= ROWS) return {ROWS, 1, parts(n, ROWS), group * parts(n, ROWS)};
   const int64_t heads = least(group, ROWS / n);  // short: rows of several heads share a tile
-  return {c.q_from, n, heads, 1, parts(group, heads)};
+  return {n, heads, 1, parts(group, heads)};
 }
 
 static void find_intervals(const Call& c, Rows& r) {
@@ -39,11 +39,9 @@ static void find_intervals(const Call& c, Rows& r) {
   const int64_t shift = s.k_len - s.q_len;
   r.begin = r.full_end = s.k_len;
   for (int i = 0; i < r.count; i++) {
-    int64_t q = r.query(i), lo = 0, hi = s.k_len;
-    if (c.left != UNBOUNDED) lo = most(lo, q + shift - c.left);
-    if (c.top_left != UNBOUNDED) lo = most(lo, q - c.top_left);
-    if (c.right != UNBOUNDED) hi = least(hi, q + shift + c.right + 1);
-    if (c.top_right != UNBOUNDED) hi = least(hi, q + c.top_right + 1);
+    const int64_t q = r.query(i);
+    int64_t lo = most<int64_t>(0, most(q + shift - c.left, q - c.top_left));
+    int64_t hi = least(s.k_len, least(q + shift + c.right, q + c.top_right) + 1);
     if (c.lo) {
       const int64_t at = s.number * c.interval_batch + q;
       lo = most<int64_t>(lo, c.lo[at]);
@@ -68,7 +66,7 @@ static Rows make_rows(const Call& c, const Sequence& s, int64_t key_head, int64_
   r.key_head = key_head;
   r.head = key_head * group + head;
   r.heads = least(b.heads, group - head);
-  r.q0 = b.first + block % b.per_head * b.queries;
+  r.q0 = c.q_from + block % b.per_head * b.queries;
   r.queries = least(b.queries, least(c.q_to, s.q_len) - r.q0);
   r.count = (int)(r.heads * r.queries);
   r.lanes = (int)round_up(r.count, VL);
