@@ -34,7 +34,7 @@ def _fields() -> list[tuple[str, Any]]:
         for part in ("", "_batch", "_row", "_head")
     ]
     names = """
-        *lse *rest *delta row_batch row_head *dlse dlse_batch dlse_head dlse_row
+        *lse *rest *delta *dlse row_batch row_head
         dtype batch heads_q heads_k dim dim_v seqlen_q seqlen_k
         n_members *members *q_start *q_len *k_start *k_len *k_index *pages pages_row page_size q_from q_to k_from k_to
         left right top_left top_right *lo *hi interval_batch *seen seen_batch seen_head seen_q seen_k
@@ -102,7 +102,7 @@ def unit(tensor: Tensor, keep: list) -> Tensor:
     return tensor
 
 
-def _pointer(tensor: Tensor | None, dtype: torch.dtype, keep: list) -> int | None:
+def pointer(tensor: Tensor | None, dtype: torch.dtype, keep: list) -> int | None:
     if tensor is None:
         return None
     tensor = tensor.to(dtype).contiguous()
@@ -116,14 +116,14 @@ def _state_layout(call: Call, layout: Any, keep: list) -> None:
             ("q", layout.cu_seqlens_q, layout.used_q),
             ("k", layout.cu_seqlens_k, layout.used_k),
         ):
-            setattr(call, side + "_start", _pointer(cu, torch.int64, keep))
-            setattr(call, side + "_len", _pointer(cu.diff() if used is None else used, torch.int64, keep))
+            setattr(call, side + "_start", pointer(cu, torch.int64, keep))
+            setattr(call, side + "_len", pointer(cu.diff() if used is None else used, torch.int64, keep))
     elif isinstance(layout, Cache):
-        call.k_start = _pointer(layout.leftpad, torch.int64, keep)
-        call.k_len = _pointer(layout.lengths, torch.int64, keep)
-        call.k_index = _pointer(layout.index, torch.int64, keep)
+        call.k_start = pointer(layout.leftpad, torch.int64, keep)
+        call.k_len = pointer(layout.lengths, torch.int64, keep)
+        call.k_index = pointer(layout.index, torch.int64, keep)
         if layout.page_table is not None:
-            call.pages = _pointer(layout.page_table, torch.int32, keep)
+            call.pages = pointer(layout.page_table, torch.int32, keep)
             call.pages_row, call.page_size = layout.page_table.shape[1], layout.page_size
 
 
@@ -135,9 +135,9 @@ def _state_band(call: Call, band: Band | None) -> None:
 def _state_score(call: Call, problem: Problem, score: Score, keep: list) -> None:
     call.softcap = score.softcap or 0.0
     if score.alibi is not None:
-        call.alibi = _pointer(score.alibi, torch.float32, keep)
+        call.alibi = pointer(score.alibi, torch.float32, keep)
         call.alibi_head, call.alibi_batch = 1, problem.heads_q * (score.alibi.dim() - 1)
-    call.sink = _pointer(score.sink, torch.float32, keep)
+    call.sink = pointer(score.sink, torch.float32, keep)
     if score.bias is not None:
         bias = score.bias if score.bias.dtype in _DTYPES else score.bias.float()
         keep.append(bias)

@@ -35,7 +35,7 @@ class ScoreGrads:
             self.alibi = torch.zeros(chunks(call), *size)
             call.dalibi = self.alibi.data_ptr()
         if "sink" in needs:
-            self.delta = torch.zeros_like(self.saved.lse)
+            self.delta = torch.zeros(self.saved.lse.shape)  # contiguous, as the kernels read rows
             call.delta = self.delta.data_ptr()
 
     def _start_bias(self, call: arguments.Call, shape: tuple[int, ...]) -> None:

@@ -164,23 +164,21 @@ def _results(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor, Tens
 
 
 def _place_rows(call: Any, lse: Tensor) -> None:
-    call.row_head = lse.stride(-2)
-    call.row_batch = lse.stride(0) if lse.dim() == 3 else 0
+    """Of lse, rest and the like, which are contiguous."""
+    heads, call.row_head = lse.shape[-2:]
+    call.row_batch = heads * call.row_head if lse.dim() == 3 else 0
 
 
 def backward(
     problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
 ) -> Grads:
-    keep: list = [saved.lse, saved.rest, dlse]
+    keep: list = []
     call = arguments.state(problem, operands, keep)
-    assert saved.rest is not None
     _place_rows(call, saved.lse)
-    call.lse, call.rest = saved.lse.data_ptr(), saved.rest.data_ptr()
+    for name, rows in (("lse", saved.lse), ("rest", saved.rest), ("dlse", dlse)):
+        setattr(call, name, arguments.pointer(rows, torch.float32, keep))
     for name, tensor in (("out", saved.out), ("dout", dout)):
         arguments.place(call, name, arguments.unit(tensor, keep))
-    if dlse is not None:
-        call.dlse, call.dlse_row, call.dlse_head = dlse.data_ptr(), dlse.stride(-1), dlse.stride(-2)
-        call.dlse_batch = dlse.stride(0) if dlse.dim() == 3 else 0
     grads = {name: _room(problem, operands, name) for name in "qkv" if name in saved.needs}
     for name, grad in grads.items():
         arguments.place(call, "d" + name, grad)

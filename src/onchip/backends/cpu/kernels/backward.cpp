@@ -99,13 +99,11 @@ struct Worker : Tile {
       b.lse[i] = INFINITY;  // 2^(s - inf) = 0: rows without a key, and lanes without a row, weigh nothing
       b.rest[i] = b.delta[i] = 0;
       if (i >= r.count) continue;
-      const int64_t row = r.statistic(c, i), head = r.query_head(i);
-      const double lse = (double)c.lse[row] + c.rest[row], sink = c.sink ? c.sink[head] : 0;
+      const int64_t row = r.statistic(c, i);
+      const double lse = (double)c.lse[row] + c.rest[row], sink = c.sink ? c.sink[r.query_head(i)] : 0;
       // No key, or nothing but the sink.
       const bool blind = lse == -INFINITY || (c.sink && lse - sink <= 1e-13 * std::fabs(sink));
-      float delta = 0;
-      if (c.dlse && (c.sink || !blind))
-        delta = -c.dlse[r.sequence.number * c.dlse_batch + head * c.dlse_head + (r.sequence.q_start + r.query(i)) * c.dlse_row];
+      float delta = c.dlse && (c.sink || !blind) ? -c.dlse[row] : 0;
       if (!blind) {
         q[i] = r.row(c.q, i);
         dout[i] = r.row(c.dout, i);

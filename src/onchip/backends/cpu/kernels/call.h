@@ -14,9 +14,8 @@ struct Call {
   Strided q, k, v, out, dout, dq, dk, dv;
   // Row statistics (batch, heads_q, seqlen_q), or packed (heads_q, total): strides in floats, rows contiguous.
   float *lse, *rest, *delta;
-  int64_t row_batch, row_head;
   const float* dlse;
-  int64_t dlse_batch, dlse_head, dlse_row;
+  int64_t row_batch, row_head;
 
   int64_t dtype, batch, heads_q, heads_k, dim, dim_v, seqlen_q, seqlen_k;
   // Sequences, each list null where the default holds: members (all), starts (0), lengths (seqlen), k_index (its number).

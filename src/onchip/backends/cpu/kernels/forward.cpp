@@ -72,7 +72,9 @@ struct Worker : Tile {
                          r.lanes, parts(c.dim, E::DEPTH));
     }
     finish_scores(r, look, nullptr);
-    const bool moved = softmax(r.lanes, p.state, look.n);
+    bool moved = false;
+    for (int j = 0; j < r.lanes; j += 2 * VL)
+      moved |= j + VL < r.lanes ? softmax<2>(p.state, r.lanes, j, look.n) : softmax<1>(p.state, r.lanes, j, look.n);
     if (dots(r)) dots_accumulate(p, look, moved);
     else accumulate(p, look, skip, size, moved);
   }
@@ -106,15 +108,11 @@ struct Worker : Tile {
   }
 
   const float* weighed() const { return E::DEPTH == 2 ? weights.floats() : s.floats(); }
-  // Scores in s become weights, row_max and row_sum move on; whether what was summed before has a factor that is not 1.
-  bool softmax(int ld, const State& state, int n) {
-    bool moved = false;
-    for (int j = 0; j < ld; j += 2 * VL) moved |= j + VL < ld ? softmax_of<2>(state, ld, j, n) : softmax_of<1>(state, ld, j, n);
-    return moved;
-  }
 
-  template <int N>  // N vectors of rows from j0 on; pairs of weights go to `weights`, two keys in one element
-  bool softmax_of(const State& state, int ld, int j0, int n) {
+  // Online softmax of N vectors of rows from j0 on. Scores in s become weights (pairs in `weights`, two keys an element),
+  // row_max and row_sum move on; returns whether what was summed before has a factor, in `decay`, that is not 1.
+  template <int N>
+  bool softmax(const State& state, int ld, int j0, int n) {
     constexpr int PAIR = E::DEPTH;
     const Vec keep = all((float)c.keep_scale), by = all(unit);
     float *scores = s.floats() + j0, *row_max = state.row_max + j0, *row_sum = state.row_sum + j0;
@@ -130,8 +128,8 @@ struct Worker : Tile {
       if (n % PAIR) store(scores + n * ld + j * VL, all(-INFINITY));  // beside the last
       const Vec before = load(row_max + j * VL), now = max_or_second(top[j][0], top[j][1]);
       // A row that saw no key yet has maximum -inf; less 0, its -inf scores weigh 0, not NaN.
-      const Vec least_ = select(above(now, all(-INFINITY)), now, all(0.0f)), factor = decay_of(before, least_);
-      from[j] = modified ? least_ : least_ * by;
+      const Vec base = select(above(now, all(-INFINITY)), now, all(0.0f)), factor = decay_of(before, base);
+      from[j] = modified ? base : base * by;
       total[j] = load(row_sum + j * VL) * factor;
       store(row_max + j * VL, now);
       store(decay.floats() + j0 + j * VL, factor);
