@@ -54,9 +54,10 @@ struct Worker : Tile {
 
   // One key head of one sequence, keys [begin, end).
   void run(int64_t position, int64_t key_head, int64_t chunk, int64_t begin, int64_t end) {
-    const Sequence sequence_ = sequence(c, position);
-    const Blocks b = cut(c, sequence_);
-    end = least(end, sequence_.k_len);
+    const Sequence of = sequence(c, position);
+    const Source of_k = keys_of(c, of, key_head), of_v = values_of(c, of, key_head);
+    const Blocks b = cut(c, of);
+    end = least(end, of.k_len);
     if (begin >= end && dq_parts && !c.delta) return;
     const int64_t runs = b.count ? b.count / b.per_head : 1;  // of rows: a head, short heads together, or none
     const int64_t first = plan.first(position, 0) + key_head * b.count;
@@ -71,10 +72,10 @@ struct Worker : Tile {
         const int64_t base = runs > 1 ? begin : k0;  // several runs add to one dK: it is kept for all keys
         float *dk_tile = dk.floats() + (k0 - base) * dim, *dv_tile = dv.floats() + (k0 - base) * dim_v;
         if (i == 0) std::memset(dk_tile, 0, (size_t)(n * dim) * 4), std::memset(dv_tile, 0, (size_t)(n * dim_v) * 4);
-        key_tile(sequence_, key_head, chunk, k0, n, b.per_head, dk_tile, dv_tile);
+        key_tile(of_k, of_v, chunk, k0, n, b.per_head, dk_tile, dv_tile);
         if (i < runs - 1) continue;
-        write_keys(c.dk, sequence_, key_head, k0, n, dk_tile, c.dim, dim, (float)c.scale);
-        write_keys(c.dv, sequence_, key_head, k0, n, dv_tile, c.dim_v, dim_v, 1.0f);
+        write_keys(c.dk, of_k, k0, n, dk_tile, dim, (float)c.scale);
+        write_keys(c.dv, of_v, k0, n, dv_tile, dim_v, 1.0f);
       }
       for (int64_t j = 0; j < b.per_head && !dq_parts; j++) write_queries(block(j).rows, block(j).dq);
     }
@@ -136,12 +137,12 @@ struct Worker : Tile {
   }
 
   // Keys k0 ... k0 + n - 1 against the prepared blocks.
-  void key_tile(const Sequence& q, int64_t head, int64_t chunk, int64_t k0, int n, int64_t count, float* dk_tile, float* dv_tile) {
-    const Source of_k = keys_of(c, q, head), of_v = values_of(c, q, head);
+  void key_tile(const Source& of_k, const Source& of_v, int64_t chunk, int64_t k0, int n, int64_t count, float* dk_tile,
+                float* dv_tile) {
     copy_keys<T>(of_k, k0, n, nullptr, k.bytes(), round_up(c.dim, E::DEPTH));
     copy_keys<T>(of_v, k0, n, nullptr, v.bytes(), round_up(c.dim_v, E::DEPTH));
-    // Of floats the rows are their own columns.
-    const KeyTile columns_ = E::DEPTH == 2 ? copy_columns<T>(of_k, k0, n, nullptr, k_columns) : KeyTile{k.bytes(), c.dim * 4, n};
+    KeyTile columns{k.bytes(), c.dim * 4, n};  // rows of floats are their own
+    if (E::DEPTH == 2) columns = copy_columns<T>(of_k, k0, n, nullptr, k_columns);
     for (int64_t j = 0; j < count; j++) {
       const Block& b = block(j);
       const Rows& r = b.rows;
@@ -157,15 +158,14 @@ struct Worker : Tile {
       if (!c.dq.data && !c.dk.data) continue;
       const char* ds = narrow(s, r.lanes * look.n);
       if (c.dk.data) add_to_keys(r, ds, b.q.rows, dim, dk_tile + skip * dim, look.n);
-      if (c.dq.data) add_to_queries(b, ds, as_columns<T>(columns_, skip, n, of_k, look, seen(), own), look.n);
+      if (c.dq.data) add_to_queries(b, ds, as_columns<T>(columns, skip, n, of_k, look, seen(), own), look.n);
     }
   }
 
   // to [keys][lanes] = K Q^T, or V dout^T.
-  static void product(const Buffer& rows_, int64_t n, int64_t skip, const float* columns_, const Buffer& to, int lanes, int keys) {
+  static void product(const Buffer& a, int64_t n, int64_t skip, const float* b, const Buffer& to, int lanes, int keys) {
     const int64_t ld = round_up(n, E::DEPTH) * E::BYTES;
-    multiply<E, false>({rows_.bytes() + skip * ld, ld, 4}, matrix(columns_, lanes), to.floats(), lanes, keys, lanes,
-                       parts(n, E::DEPTH));
+    multiply<E, false>({a.bytes() + skip * ld, ld, 4}, matrix(b, lanes), to.floats(), lanes, keys, lanes, parts(n, E::DEPTH));
   }
 
   // s becomes dS = P * (dP - delta), by the modified score; p becomes P as dropout leaves it.
@@ -226,8 +226,8 @@ struct Worker : Tile {
   }
 
   // to [keys][ld] += tile [keys][lanes] * rows [lanes][ld].
-  static void add_to_keys(const Rows& r, const char* tile, const float* rows_, int64_t ld, float* to, int keys) {
-    multiply<E, true>({tile, r.lanes * E::BYTES, 4}, matrix(rows_, ld), to, ld, keys, ld, parts(r.count, E::DEPTH));
+  static void add_to_keys(const Rows& r, const char* tile, const float* rows, int64_t ld, float* to, int keys) {
+    multiply<E, true>({tile, r.lanes * E::BYTES, 4}, matrix(rows, ld), to, ld, keys, ld, parts(r.count, E::DEPTH));
   }
 
   // dq [dim][lanes] += K^T dS.
@@ -245,11 +245,11 @@ struct Worker : Tile {
   }
 
   // n keys' sums [n][ld] to rows of a tensor.
-  static void write_keys(const Strided& t, const Sequence& q, int64_t head, int64_t k0, int n, const float* from, int64_t dim_,
-                         int64_t ld, float scale) {
-    for (int i = 0; i < n && t.data; i++, from += ld)
-      for (int64_t d = 0; d < dim_; d += VL)
-        store_some<T>(at(t, q.k_batch, q.k_start + k0 + i, head) + d * SIZE<T>, load(from + d) * all(scale), dim_ - d);
+  static void write_keys(const Strided& t, const Source& of, int64_t k0, int n, const float* from, int64_t ld, float scale) {
+    for (int i = 0; i < n && t.data; i++, from += ld) {
+      char* to = at(t, of.s.k_batch, of.s.k_start + k0 + i, of.head);
+      for (int64_t d = 0; d < of.dim; d += VL) store_some<T>(to + d * SIZE<T>, load(from + d) * all(scale), of.dim - d);
+    }
   }
 };
 

@@ -24,7 +24,8 @@ struct Plan {
     first(c.n_members, 0) = blocks;
     // 32 pieces keep the cores of one socket busy; a split of fewer than 512 keys costs more to join than it brings.
     together = decoding ? c.heads_k : most<int64_t>(1, least(blocks / 32, (1 << 18) / (ROWS * dims * 4)));
-    at_once = decoding ? least<int64_t>(128, most<int64_t>(16, (1 << 18) / (c.heads_k * dims * size_of(c.dtype)) / 16 * 16)) : KEYS;
+    const int64_t fitting = (1 << 18) / (c.heads_k * dims * size_of(c.dtype)) / 16 * 16;  // of all heads in 256 KiB
+    at_once = decoding ? least<int64_t>(128, most<int64_t>(16, fitting)) : KEYS;
     for (int64_t i = 0; i < c.n_members; i++) {
       first(i, 1) = pieces;
       pieces += decoding ? of_head(i) > 0 : c.heads_k * parts(of_head(i), together);

@@ -219,8 +219,8 @@ static void read_bias(const Call& c, const Rows& r, int64_t k0, int n, float* ti
 // Raw products to modified scores in natural units, as rules.modify. `bias`: room for a tile. `slope`, where not null,
 // receives d modified / d scaled.
 static void modify(const Call& c, const Rows& r, int64_t k0, int n, float* s, float* bias, float* slope) {
-  static constexpr auto by_dtype = {read_bias<FLOAT>, read_bias<BF16>, read_bias<FP16>};
-  if (c.bias) by_dtype.begin()[c.bias_dtype](c, r, k0, n, bias);
+  constexpr decltype(&read_bias<FLOAT>) by_dtype[] = {read_bias<FLOAT>, read_bias<BF16>, read_bias<FP16>};
+  if (c.bias) by_dtype[c.bias_dtype](c, r, k0, n, bias);
   alignas(64) float slopes[ROWS] = {}, position[ROWS] = {};
   if (c.alibi)
     for (int i = 0; i < r.count; i++) {

@@ -98,7 +98,7 @@ INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 INLINE Vec all(float x) { return x - Vec{}; }
 INLINE Ints all(int32_t x) { return x - Ints{}; }
 
-constexpr std::make_integer_sequence<int, VL> EACH;
+constexpr std::make_integer_sequence<int, VL> EACH{};
 template <int... I>
 INLINE Ints powers(std::integer_sequence<int, I...>) { return Ints{(1 << I)...}; }
 INLINE Lanes lanes(uint64_t bits, int j) { return (Lanes)((all((int32_t)(bits >> (VL * j))) & powers(EACH)) != 0); }
@@ -190,8 +190,10 @@ INLINE Vec polynomial(Vec x, float highest, Floats... others) {  // coefficients
 template <bool COARSE>
 INLINE Vec exp2(Vec t) {
   const Vec f = fraction(t);
-  if (COARSE) return times_power(polynomial(f, 0.013426701538f, 0.052242446691f, 0.24128021300f, 0.69304484129f, 1.0f), t);
-  return times_power(polynomial(f, 0.0018671316793f, 0.0090170269832f, 0.055799916387f, 0.24016444385f, 0.69315129519f, 1.0f), t);
+  const Vec p =
+      COARSE ? polynomial(f, 0.013426701538f, 0.052242446691f, 0.24128021300f, 0.69304484129f, 1.0f)
+             : polynomial(f, 0.0018671316793f, 0.0090170269832f, 0.055799916387f, 0.24016444385f, 0.69315129519f, 1.0f);
+  return times_power(p, t);
 }
 
 // x + x^3 * r(x^2) near 0, where the exponential form cancels; 1 - 2 / (e^2x + 1) beyond.
