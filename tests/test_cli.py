@@ -1,5 +1,6 @@
 """The command line: what each command prints, and that anything wrong is one line."""
 
+import importlib.util
 import json
 import os
 import re
@@ -196,6 +197,27 @@ def test_bench(capsys, tmp_path):
     found = json.loads((tmp_path / "new" / "folder" / "results.json").read_text())
     assert {r["step"] for r in found["results"]} == {"forward", "backward"}
     assert (tmp_path / "new" / "folder" / "tflops-backward.svg").exists()
+
+
+def test_bench_writes_numbers_without_matplotlib(capsys, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    find = importlib.util.find_spec
+    hidden = lambda name, *rest: None if name == "matplotlib" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    sizes = ("-n", "16,32", "-H", "1", "-d", "8", "--impl", "onchip", "--repeats", "1")
+    assert not call("bench", *sizes, "--out", str(tmp_path / "own"))
+    assert not call("bench", "paper", "--quick", "--repeats", "1", "--out", str(tmp_path / "paper"))
+    assert capsys.readouterr().out.count("no plots: they need matplotlib") == 2
+    for folder, name in (("own", "results.json"), ("paper", "paper.json")):
+        assert [path.name for path in (tmp_path / folder).iterdir()] == [name]
+        json.loads((tmp_path / folder / name).read_text())
+
+
+def test_the_package_is_a_command():
+    run = subprocess.run([sys.executable, "-m", "onchip", "doctor"], capture_output=True, text=True)
+    assert run.returncode == 0 and "triton" in run.stdout, run.stderr
+    assert subprocess.run([sys.executable, "-m", "onchip", "bench", "x"], capture_output=True).returncode
 
 
 def test_bench_of_a_file(capsys, tmp_path):

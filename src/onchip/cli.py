@@ -200,12 +200,10 @@ def bench(
     cool: Annotated[
         float, typer.Option(min=0.0, help="Idle seconds before each measurement; 0: sustained.")
     ] = 0.0,
-    out: Annotated[Path | None, typer.Option(help="Directory for results.json and plots.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for results.json, and plots.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="For `paper`: small sizes.")] = False,
 ) -> None:
     """Time onchip beside every implementation that is here, in turn, and check each against float64."""
-    if out is not None:
-        flags.need(("matplotlib",), "--out", "pip install matplotlib")
     from onchip.bench import command
 
     if what not in ("", "paper"):

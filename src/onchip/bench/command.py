@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +55,14 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def plots(console: Console, make: Callable[[Any, Path], list[Path]], found: Any, out: Path) -> list[Path]:
+    """The files that `make` draws; none, and a line that says so, without what draws them."""
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("no plots: they need matplotlib (pip install matplotlib)", style="dim", highlight=False)
+        return []
+    return make(found, out)
+
+
 def regime(repeats: int, cool: float) -> Regime:
     return Regime(repeats, cool)
 
@@ -76,7 +85,7 @@ def bench(chosen: list[Case], impls: list[str], repeats: int, cool: float, out: 
     )
     if out is not None:
         report.write_json(rows, about, out / "results.json")
-        paths = [out / "results.json", *report.write_plots(rows, out)]
+        paths = [out / "results.json", *plots(console, report.write_plots, rows, out)]
         console.print("written: " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
     ours = [row for row in rows if row.impl.startswith("onchip") and not row.ok]
     return "; ".join(f"{row.impl} on {row.case.label}: {row.note or 'wrong'}" for row in ours)
@@ -96,7 +105,7 @@ def paper(out: Path | None, repeats: int, cool: float, quick: bool) -> None:
     console.print(f"{about['device']}; {about['regime']}", style="dim", highlight=False)
     if out is not None:
         (out / "paper.json").write_text(json.dumps(found, indent=1) + "\n")
-        paths = [out / "paper.json", *papers.plots(found, out)]
+        paths = [out / "paper.json", *plots(console, papers.plots, found, out)]
         console.print("written: " + ", ".join(map(str, paths)), highlight=False, soft_wrap=True)
 
 
