@@ -1,7 +1,7 @@
 """Reading a call's lengths: varlen boundaries, cache lengths, pages; every error of theirs is raised here.
 
 What depends on values in a tensor is checked where that costs no wait for a device: on the CPU. On a GPU the caller
-vouches for lengths, boundaries and page numbers; kernels never write outside a tensor whatever they hold.
+vouches for lengths (a mask's too), boundaries and page numbers; kernels write inside their tensors whatever they hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
+from onchip import capture
 from onchip.layout import Cache, Varlen
 from onchip.problem import check_tensors
 
@@ -131,6 +132,8 @@ def _longest(side: str, cu: Tensor, total: int, limit: Any, used: Tensor | None)
         limit = _count(f"max_seqlen_{side}", limit, least=0)
         if cu.device.type != "cpu":
             return limit
+    elif capture.capturing(cu.device.type):
+        raise ValueError(f"max_seqlen_{side}: got None in a CUDA graph, expected an int: a look would wait")
     name, lengths = f"cu_seqlens_{side}", cu.diff()
     if cu[0] != 0:
         raise ValueError(f"{name}: starts at {int(cu[0])}, expected 0")

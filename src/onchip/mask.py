@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -104,7 +104,9 @@ class Rows:
         if self.name == "documents":
             _check_positions("cu_seqlens", self.tensors()[0].shape[1], problem)
         if self.name in ("prefix", "padding"):
-            top = torch.as_tensor(self.value).max().item() if torch.as_tensor(self.value).numel() else 0
+            top: Any = self.value
+            if isinstance(top, Tensor):  # on a GPU a look would be a wait: see `inputs`
+                top = int(top.max()) if top.device.type == "cpu" and top.numel() else 0
             if top > problem.seqlen_k:
                 raise ValueError(
                     f"{self.name}: got length {top}, expected at most seqlen_k = {problem.seqlen_k}"
@@ -189,7 +191,8 @@ class Where:
     def allow(self, region: Region) -> Tensor:
         try:
             visible = on_tensors(self.fn)(region.b, region.h, region.q, region.k, *self.args)
-            visible = torch.as_tensor(visible, device=region.batch.device)
+            made: Any = torch.as_tensor if isinstance(visible, Tensor) else partial(torch.full, ())
+            visible = made(visible, device=region.batch.device)
             full = (
                 region.batch.numel(),
                 region.head1 - region.head0,
@@ -300,7 +303,7 @@ class Mask:
     """AND of its parts; a mask without parts shows every key. Built by the functions of `onchip.masks`.
 
     What it learns of its tensors is kept until torch changes them in place. Writes that torch does not see (into memory
-    shared with numpy, or through ``.data``) need a new mask.
+    shared with numpy, or through ``.data``) need a new mask. A CUDA graph keeps nothing: each replay reads them.
     """
 
     band: rules.Band | None = None

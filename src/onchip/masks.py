@@ -146,7 +146,8 @@ def _first_keys(q, q_len, k_len, lengths):
 
 def _prefix(q, q_len, k_len, lengths):
     diagonal = q + (k_len - q_len + 1)
-    return None, torch.maximum(diagonal, torch.as_tensor(lengths, device=q.device))
+    longer = isinstance(lengths, Tensor)
+    return None, torch.maximum(diagonal, lengths) if longer else diagonal.clamp(min=lengths)
 
 
 def _chunk(q, q_len, k_len, size):
@@ -196,7 +197,8 @@ def _check_lengths(name: str, lengths: Lengths) -> Lengths:
             raise TypeError(f"{name}: lengths is {_kind(lengths)}, expected int32 or int64")
         if lengths.dim() != 1:
             raise ValueError(f"{name}: lengths has shape {tuple(lengths.shape)}, expected (batch,)")
-        if not torch.compiler.is_compiling() and lengths.numel() and lengths.min() < 0:
+        read = lengths.device.type == "cpu" and not torch.compiler.is_compiling()  # see `inputs`
+        if read and lengths.numel() and lengths.min() < 0:
             raise ValueError(f"{name}: got length {int(lengths.min())}, expected at least 0")
         return lengths
     _check_count(f"{name}: lengths", lengths, least=0)

@@ -46,14 +46,17 @@ def where(condition, a, b):
     if not isinstance(condition, torch.Tensor):
         return a if condition else b
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-        a = torch.as_tensor(a, device=condition.device)
+        a = torch.full((), a, device=condition.device)
     return torch.where(condition, a, b)
 
 
 def _as_tensor(number, like: torch.Tensor) -> torch.Tensor:
-    """A number in the tensor's dtype where that can hold it: 0.1 beside float64 is not float32's 0.1."""
+    """A number in the tensor's dtype where that can hold it: 0.1 beside float64 is not float32's 0.1.
+
+    Filled in where it lies: a copy from the host would wait for the device, which no captured graph may.
+    """
     holds = like.is_floating_point() or (isinstance(number, int) and like.dtype is not torch.bool)
-    return torch.tensor(number, dtype=like.dtype if holds else None, device=like.device)
+    return torch.full((), number, dtype=like.dtype if holds else None, device=like.device)
 
 
 def _pairwise(name: str) -> Callable[..., Any]:

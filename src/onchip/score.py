@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,8 @@ class Mod:
     def _run(self, fn: Callable[..., Any], score: Tensor, region: Region) -> Tensor:
         try:
             value = on_tensors(fn)(score, region.b, region.h, region.q, region.k, *self.args)
-            value = torch.as_tensor(value, device=score.device).to(score.dtype)
-            return value.expand_as(score)
+            made: Any = torch.as_tensor if isinstance(value, Tensor) else partial(torch.full, ())
+            return made(value, device=score.device).to(score.dtype).expand_as(score)
         except Exception as error:  # whatever the user's function does
             label = getattr(fn, "__name__", repr(fn))
             raise ValueError(f"mod: {label} failed on a tile of scores and indices: {error}") from error

@@ -31,7 +31,7 @@ def bounds(problem: Problem, operands: Operands, part: RowsPart) -> Rows:
     if isinstance(value, Tensor) and value.dim() == 1:
         value = value.view(-1, 1, 1, 1)
     found = part.interval(q, q_len, k_len, value)  # type: ignore[arg-type]
-    lo, hi = (None if x is None else torch.as_tensor(x, device=q.device) for x in found)
+    lo, hi = (torch.full((), x, device=q.device) if isinstance(x, int) else x for x in found)
     return as_rows(
         *(x if x is None else x.reshape((1,) * (4 - x.dim()) + x.shape)[:, 0, :, 0] for x in (lo, hi))
     )
