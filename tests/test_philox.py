@@ -68,6 +68,16 @@ def test_bits_do_not_depend_on_the_lengths():
     assert torch.equal(long, short)
 
 
+@pytest.mark.parametrize("seed", [0, 11, 2**31, 2**63 - 1, 2**63 + 9, 2**64 - 1])
+def test_a_seed_in_a_tensor_is_the_number(seed):
+    where = region([0, 1], (0, 3), (0, 5), (2, 13))
+    tensor = torch.tensor([seed if seed < 2**63 else seed - 2**64])
+    assert torch.equal(dropouts.keep(where, 3, 0.5, tensor), dropouts.keep(where, 3, 0.5, seed))
+    q = torch.randn(1, 20, 2, 8)
+    outs = [onchip.attention(q, q, q, dropout=0.5, seed=x) for x in (seed, tensor)]
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("tile", [(1, 1), (3, 5), (16, 16), (7, 64), (512, 512)])
 def test_the_same_bits_in_every_tile(tile, monkeypatch):
     shape = Shape((37,) * 2, (53,) * 2, heads_q=4)

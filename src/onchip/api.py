@@ -42,7 +42,8 @@ def attention(
     heads_q a multiple of heads_k. ``layout="bhsd"``: heads before seqlen. Any strides. dtype float16, bfloat16,
     float32 or float64, the same for all.
     mask, score: see `onchip.masks` and `Score`. scale: 1/sqrt(dim) by default. dropout: probability in [0, 1] on the
-    softmax weights; the same seed gives the same bits on every backend, None draws one from torch's generator.
+    softmax weights; the same seed gives the same bits on every backend, None draws one from torch's generator (the
+    device's in a CUDA graph, of which each replay draws anew).
     backend: None for the first that serves the problem, or a name. deterministic: the same inputs give the same bits.
 
     Returns out, shaped as q with dim_v; with return_lse also lse (batch, heads_q, seqlen_q), the natural log of the
@@ -196,11 +197,11 @@ def _call(
     mask: Mask | None,
     score: Score | None,
     backend: str | None,
-    seed: int | None,
+    seed: int | Tensor | None,
 ) -> Call:
     module = select.load(select.choose(problem, backend))
     mask, score = check_types(mask, score)
-    operands = Operands(q, k, v, place, mask, score, problems.draw_seed(seed, problem.dropout))
+    operands = Operands(q, k, v, place, mask, score, problems.draw_seed(seed, problem.dropout, q))
     return Call(problem, operands, module, module.tiles(problem))
 
 

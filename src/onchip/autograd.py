@@ -67,9 +67,11 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _constants(operands: Operands) -> tuple[Tensor, ...]:
-    """The tensors of a call that get no gradient: of its mask, mod and layout."""
-    mod = operands.score.mod
-    return (*operands.mask.tensors(), *(() if mod is None else mod.args), *operands.layout.tensors())  # type: ignore
+    """The tensors of a call that get no gradient: of its mask, mod and layout, and its seed."""
+    mod, seed = operands.score.mod, operands.seed
+    others = () if mod is None else mod.args  # type: ignore[union-attr]
+    seeds = () if isinstance(seed, int) else (seed,)
+    return (*operands.mask.tensors(), *others, *operands.layout.tensors(), *seeds)
 
 
 def _remember(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -60,7 +60,7 @@ def attention(
     seed: a tensor (1,) too, as `draw_seed` makes.
     """
     _count_flops()
-    stated = _stated(lengths, longest, mask, score, scale, dropout, seed, deterministic, backend)
+    stated = _stated(q, lengths, longest, mask, score, scale, dropout, seed, deterministic, backend)
     out, lse, _ = torch.ops.onchip.attention(q, k, v, *stated)
     return out, lse
 
@@ -72,14 +72,15 @@ def gradients(
     _count_flops()
     rest = torch.zeros_like(lse)
     found = torch.ops.onchip.attention_backward(
-        "q k v", dout, dlse, out, lse, rest, q, k, v, *_stated(*stated)
+        "q k v", dout, dlse, out, lse, rest, q, k, v, *_stated(q, *stated)
     )
     return tuple(found[:3])  # type: ignore[return-value]
 
 
 def _stated(
-    lengths: Any, longest: Any, mask: Any, score: Any, scale: Any, dropout: Any, seed: Any, *others: Any
-) -> tuple:
+    q: Tensor, lengths: Any, longest: Any, mask: Any, score: Any, scale: Any, dropout: Any, seed: Any,
+    *others: Any,
+) -> tuple:  # fmt: skip
     """An operator's arguments behind q, k and v."""
     mask, score = check_types(mask, score)
     text, ints, tensors = spec.write(mask, score.mod)  # type: ignore[arg-type]
@@ -88,25 +89,30 @@ def _stated(
     dropout = dropout if dropout != 0 else 0.0  # a literal: a default argument would be a symbol of the graph
     return (
         score.bias, score.alibi, score.sink, *lengths, *limits, tensors, text, ints, score.softcap, scale, dropout,
-        _seed(seed, dropout), *others,
+        _seed(seed, dropout, q), *others,
     )  # fmt: skip
 
 
-def _seed(seed: int | Tensor | None, dropout: float) -> Tensor | None:
+def _seed(seed: int | Tensor | None, dropout: float, q: Tensor) -> Tensor | None:
     """The dropout key as a tensor."""
     if dropout == 0:
         return None
     if seed is None:
-        return draw_seed()
+        return draw_seed(q)
     if isinstance(seed, Tensor):
         return seed
-    seed = problems.draw_seed(seed, dropout)  # its checks
-    return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64)
+    key: Any = problems.draw_seed(seed, dropout, q)  # its checks
+    return torch.full((1,), key if key < 2**63 else key - 2**64, dtype=torch.int64, device=_home(q))
 
 
-def draw_seed() -> Tensor:
+def draw_seed(q: Tensor) -> Tensor:
     """A dropout key that is drawn in the graph, so that each run of it draws anew."""
-    return torch.randint(0, 2**62, (1,), dtype=torch.int64)
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=_home(q))
+
+
+def _home(q: Tensor) -> torch.device | None:
+    """Where a key lies: beside q on a GPU, since a tensor of the CPU would keep torch from making a CUDA graph."""
+    return q.device if q.device.type == "cuda" else None
 
 
 @custom_op("onchip::attention", mutates_args=())
@@ -172,8 +178,7 @@ def _call(
     else:
         place = varlen_layout(q, k, v, cu_q, cu_k, max_q, max_k, used_q, used_k)
         problem = problems.state(q, k, v, place, "varlen", mask, score, **options)
-    key = None if seed is None else int(seed) % 2**64
-    return api._call(problem, q, k, v, place, mask, score, backend, key)
+    return api._call(problem, q, k, v, place, mask, score, backend, seed)
 
 
 @_attention.register_fake

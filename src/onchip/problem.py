@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
+from onchip import capture
 from onchip.layout import Dense, Layout
 from onchip.mask import Mask
 from onchip.score import Score
@@ -92,7 +93,7 @@ class Operands(NamedTuple):
     layout: Layout
     mask: Mask
     score: Score
-    seed: int = 0
+    seed: int | Tensor = 0  # or the same 64 bits on q's GPU, which a graph draws anew
 
 
 class Output(NamedTuple):
@@ -299,17 +300,31 @@ def check_dropout(dropout: Any) -> float:
     return float(dropout)
 
 
-def draw_seed(seed: Any, dropout: float) -> int:
-    """The Philox key: given, or drawn from torch's default generator so that torch.manual_seed repeats it."""
+def draw_seed(seed: Any, dropout: float, q: Tensor) -> int | Tensor:
+    """The Philox key: given, or drawn from torch's default generator so that torch.manual_seed repeats it.
+
+    In a call that is captured as a CUDA graph it is a tensor, of the device's generator: each replay draws anew.
+    """
     if seed is None:
         if dropout == 0:
             return 0
-        drawn = torch.randint(0, 2**62, ())
-        if is_batchedtensor(drawn):
-            raise NotImplementedError("dropout: under vmap one seed serves every slice; pass seed=")
-        return int(drawn)
+        if capture.capturing(q.device.type):
+            seed = torch.randint(0, 2**62, (1,), device=q.device)
+        else:
+            seed = torch.randint(0, 2**62, ())
+    if isinstance(seed, Tensor):
+        return _read_seed(seed, q)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: got {type(seed).__name__}, expected an int or None")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: got {seed}, expected 0 <= seed < 2**64")
     return seed
+
+
+def _read_seed(seed: Tensor, q: Tensor) -> int | Tensor:
+    """The number, but on q's GPU the tensor as it is, since a look would wait."""
+    if is_batchedtensor(seed):
+        raise NotImplementedError("dropout: under vmap one seed serves every slice; pass seed=")
+    if seed.dtype is not torch.int64 or seed.numel() != 1:
+        raise ValueError(f"seed: got {seed.dtype} {tuple(seed.shape)}, expected an int or one int64")
+    return seed if seed.is_cuda and seed.device == q.device else int(seed) % 2**64

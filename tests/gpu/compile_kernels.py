@@ -38,6 +38,7 @@ CASES = {
     ),
     "where d128": (128, onchip.where(lambda b, h, q, k: (k <= q) | (k % 64 == 0)), onchip.Score(), 0.0),
     "dropout d64": (64, onchip.causal(), onchip.Score(), 0.1),
+    "dropout d64, its seed in memory": (64, onchip.causal(), onchip.Score(), 0.1),
     "score d64": (
         64,
         onchip.causal(),
@@ -123,7 +124,8 @@ def main(spec: str) -> None:
         q = torch.empty(1, 1024, 4, dim, dtype=torch.bfloat16)
         place = problems.dense_layout(q, q, q)
         problem = problems.state(q, q, q, place, "dense", mask, score, dropout=dropout)
-        operands = Operands(q, q, q, place, mask, score)
+        seed = torch.zeros(1, dtype=torch.int64) if case.endswith("in memory") else 0
+        operands = Operands(q, q, q, place, mask, score, seed)
         found.clear()
         output = forward_pass.forward(problem, operands)
         needs = frozenset({"q", "k", "v"} | {n for n in ("bias", "alibi") if getattr(score, n) is not None})

@@ -78,7 +78,7 @@ def _run(
     score: Any,
     scale: float | None,
     dropout: float,
-    seed: int,
+    seed: int | Tensor,
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Tensor, ...]:
@@ -91,7 +91,7 @@ def _run(
     options = {"scale": scale, "dropout": dropout, "deterministic": deterministic}
     problem = problems.state(q, k, v, layout, kind, mask, score, **options)
     chosen = select.load(select.choose(problem, backend))
-    operands = Operands(q, k, v, layout, *check_types(mask, score), seed)
+    operands = Operands(q, k, v, layout, *check_types(mask, score), problems.draw_seed(seed, dropout, q))
     saved = Saved(out, lse, torch.zeros_like(lse), frozenset("qkv"))
     found = select.backward_of(chosen).backward(problem, operands, saved, dout, dlse, chosen.tiles(problem))
     assert found.q is not None and found.k is not None and found.v is not None

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, library as registry
 from torch.utils._python_dispatch import _disable_current_modes
 
-from onchip import ops, spec
+from onchip import ops, problem as problems, spec
 from onchip.compat.translate import attend, longest, offsets, scoring
 
 
-def draw_seed() -> int | Tensor:
+def draw_seed(q: Tensor) -> int | Tensor:
     """A key for dropout from torch's generator, so that torch.manual_seed repeats it; a tensor (1,) within a graph."""
-    return ops.draw_seed() if ops.traced() else int(torch.randint(0, 2**62, ()))
+    return ops.draw_seed(q) if ops.traced() else problems.draw_seed(None, 1.0, q)
 
 
 def probabilities(
@@ -97,8 +97,7 @@ def _softmax_weights(
     if cu_q is not None:
         options |= {"cu_q": cu_q, "cu_k": cu_k, "max_q": rows, "max_k": columns, "used_k": used_k}
     with _disable_current_modes():
-        key = None if seed is None else int(seed)
-        return _weights(q, k, options, rows, columns, dropout, key).contiguous()
+        return _weights(q, k, options, rows, columns, dropout, seed).contiguous()
 
 
 @_softmax_weights.register_fake

@@ -150,16 +150,22 @@ class Launch:
             sink,
             place,
             device,
+            isinstance(operands.seed, int),
         )
 
     @property
-    def place_tensors(self) -> list[Tensor]:
-        return [] if self.place is _DENSE else [x for x in self.place if isinstance(x, Tensor)]
+    def small_tensors(self) -> list[Tensor]:
+        """Of lengths, pages and the seed."""
+        found = [] if self.place is _DENSE else [x for x in self.place if isinstance(x, Tensor)]
+        seed = self.operands.seed
+        return found if isinstance(seed, int) else [*found, seed]
 
     @property
-    def seed(self) -> tuple[int, int]:
-        """Its low and high word, as int32."""
+    def seed(self) -> tuple[int | Tensor, int | None]:
+        """Its low and high word, as int32; or the tensor that holds it, and None."""
         seed = self.operands.seed
+        if not isinstance(seed, int):
+            return seed, None
         if seed == 0:
             return 0, 0
         return (seed + 2**31) % 2**32 - 2**31, ((seed >> 32) + 2**31) % 2**32 - 2**31

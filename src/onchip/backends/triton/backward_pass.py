@@ -51,7 +51,7 @@ class _Run:
         operands = launch.operands
         self.steady = launch.key is not None and aligned(
             operands.q, operands.k, operands.v, dout, saved.out, saved.lse, self.rest, self.dlse, operands.score.sink,
-            *launch.place_tensors)  # fmt: skip
+            *launch.small_tensors)  # fmt: skip
 
     def fresh(self, name: str) -> Tensor:
         """A gradient to be written, shaped as q, k or v."""

@@ -95,8 +95,8 @@ class Forward:
         out, lse = self._outputs(launch)
         if self.attend is None:
             sink = launch.operands.score.sink
-            rows = -torch.inf if sink is None else sink.to(lse.dtype).unsqueeze(-1)
-            return Output(out.zero_(), lse.copy_(torch.as_tensor(rows).expand_as(lse)))
+            lse = lse.fill_(-torch.inf) if sink is None else lse.copy_(sink.unsqueeze(-1).expand_as(lse))
+            return Output(out.zero_(), lse)
         if self.merge is None:
             rest = torch.zeros_like(lse) if self.keeps_rest else None
             self._attend(launch, view(out), lse, rest, lse.shape[-1])
@@ -129,7 +129,7 @@ class Forward:
     def _attend(self, launch: Launch, out: View, lse: Tensor, rest: Tensor | None, lse_stride: int) -> None:
         """The forward kernel; out and lse may be the splits' partial results, (split, batch) for batch."""
         q, k, v, _, _, score, _ = launch.operands
-        steady = launch.key is not None and aligned(q, k, v, score.sink, *launch.place_tensors)
+        steady = launch.key is not None and aligned(q, k, v, score.sink, *launch.small_tensors)
         if self.fields is not None and steady:
             k_desc, v_desc = (described(x, fields) for x, fields in zip((k, v), self.fields))
         else:

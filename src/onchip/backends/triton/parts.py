@@ -192,8 +192,15 @@ def tile_number(lists, b, head, i, position, end, width):
 
 @triton.jit
 def philox_key(lo, hi):
-    """The seed from its two words, each passed as int32 so that no value of it compiles a kernel anew."""
-    return (hi.to(tl.int64) << 32) | (lo.to(tl.int64) & 0xFFFFFFFF)
+    """The seed from its two words, each passed as int32 so that no value of it compiles a kernel anew.
+
+    Without a high word, `lo` is where the seed lies: what a graph's replay draws is not known before it.
+    """
+    if hi is None:
+        seed = tl.load(lo)
+    else:
+        seed = (hi.to(tl.int64) << 32) | (lo.to(tl.int64) & 0xFFFFFFFF)
+    return seed
 
 
 @triton.jit

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import onchip
-from onchip import ops
 from onchip.compat.backward import gradients
 from onchip.compat.cache import attend_cache
 from onchip.compat.missing import refuse
@@ -50,7 +49,7 @@ def _run(
         "scale": softmax_scale,
         **lengths,
     }
-    seed = draw_seed() if dropout_p > 0 and return_attn_probs else None
+    seed = draw_seed(q) if dropout_p > 0 and return_attn_probs else None
     out, lse = attend(q, k, v, dropout=dropout_p, seed=seed, deterministic=deterministic, **common)
     if not return_attn_probs:
         return out
@@ -211,7 +210,7 @@ def flash_attn_with_kvcache(
 def _forward(
     q, k, v, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, return_softmax, **lengths: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    seed = draw_seed() if dropout_p > 0 else 0
+    seed = draw_seed(q) if dropout_p > 0 else 0
     common = {
         "mask": band(causal, *window),
         "score": scoring(softcap, alibi_slopes),
@@ -301,7 +300,7 @@ def _backward(
 ):
     if dropout_p > 0 and rng_state is None:
         raise ValueError("rng_state: got None with dropout_p > 0, expected what the forward call returned")
-    seed = 0 if rng_state is None else rng_state[:1] if ops.traced() else int(rng_state[0])
+    seed = 0 if rng_state is None else rng_state[:1]
     dout, q, k, v, out, lse = tensors
     return gradients(
         dout, q, k, v, out, lse, targets, mask=band(causal, *window), score=scoring(softcap, slopes),
