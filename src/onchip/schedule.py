@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onchip import rules
+from onchip import capture, rules
 from onchip.layout import Layout
 from onchip.mask import Blocks, Documents, Mask, Part, Region, Rows, Union
+from onchip.plain import on_tensors
 from onchip.problem import Problem
 
 T = TypeVar("T")
@@ -98,11 +99,20 @@ def build(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Schedul
 
 
 _ABSENT: Any = object()
+_CAPTURED = (
+    "mask: while a CUDA graph is captured this backend cannot look at it; capture with backend='triton', whose graphs "
+    "follow the mask's tensors"
+)
 
 
 def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callable[[], T]) -> T:
-    """What `make` builds from a mask for this problem's sizes, kept with the mask among the last few such things."""
-    tensors = mask.tensors()
+    """What `make` builds from a mask for this problem's sizes, kept with the mask among the last few such things.
+
+    A CUDA graph would go on with what is found while it is captured: that must be there, and from no tensor.
+    """
+    tensors, captured = mask.tensors(), capture.capturing(problem.device)
+    if captured and (tensors or problem.layout != "dense"):
+        raise NotImplementedError(_CAPTURED)
     if any(t.is_inference() for t in tensors):  # those carry no version to tell a change by
         return make()
     sizes = (
@@ -115,6 +125,8 @@ def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callabl
     )
     whole = (*key, sizes, tuple(layout.q_lens), tuple(layout.k_lens), tuple(t._version for t in tensors))
     found = mask.cache.get(whole, _ABSENT)
+    if found is _ABSENT and captured:
+        raise NotImplementedError(_CAPTURED)
     if found is _ABSENT:  # two threads may both make it; either's will do
         found = mask.cache[whole] = make()
         while len(mask.cache) > _KEEP:
@@ -168,12 +180,17 @@ def _equal_rows(kinds: Tensor) -> list[list[int]]:
     return [torch.nonzero(label == i).flatten().tolist() for i in range(int(label.max()) + 1)]
 
 
-def classify(mask: Mask, region: Region, tiles: Tiles) -> Tensor:
-    """Kinds of the tiles of whole sequences: uint8 [g | 1, heads | 1, m_blocks, n_blocks]."""
+def classify(mask: Mask, region: Region, tiles: Tiles, look: bool = True) -> Tensor:
+    """Kinds of the tiles of whole sequences: uint8 [g | 1, heads | 1, m_blocks, n_blocks].
+
+    Without a look at elements nothing waits for the device, and what they would decide is PARTIAL.
+    """
     if region.q_len == 0 or region.k_len == 0:
         shape = (1, 1, *tiles.count(region.q_len, region.k_len))
         return torch.zeros(shape, dtype=torch.uint8, device=region.batch.device)
     kinds = _mask_kinds(mask, region, tiles)
+    if not look:
+        return kinds.masked_fill(kinds == _OPEN, PARTIAL)
     if (kinds == _OPEN).any():
         kinds = kinds.expand(region.batch.numel(), region.head1 - region.head0, -1, -1).clone()
         for i in range(kinds.shape[2]):
@@ -218,35 +235,45 @@ def _all_open(region: Region, tiles: Tiles) -> Tensor:
 
 def _band_kinds(band: rules.Band, region: Region, tiles: Tiles) -> Tensor:
     m_blocks, n_blocks = tiles.count(region.q_len, region.k_len)
-    kinds = torch.zeros(m_blocks, n_blocks, dtype=torch.uint8)
-    for i in range(m_blocks):
-        lo, full_lo, full_hi, hi = rules.spans(
-            i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, band
-        )
-        kinds[i, lo:hi] = PARTIAL
-        kinds[i, full_lo:full_hi] = FULL
-    return kinds.to(region.batch.device)[None, None]
+    device = region.batch.device
+    i, j = torch.arange(m_blocks, device=device)[:, None], torch.arange(n_blocks, device=device)
+    spans = on_tensors(rules.spans)(i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, band)
+    lo, full_lo, full_hi, hi = spans  # numbers, or [m_blocks, 1]
+    kinds = torch.where((lo <= j) & (j < hi), PARTIAL, EMPTY)
+    kinds = torch.where((full_lo <= j) & (j < full_hi), FULL, kinds)
+    return kinds.to(torch.uint8).expand(1, 1, m_blocks, n_blocks)
 
 
 def _row_kinds(rows: Rows, region: Region, tiles: Tiles) -> Tensor:
     """From the interval of every query: full where all contain the tile, not empty where any meets it."""
-    lo, hi = rows.bounds(region)
     device, k_len = region.batch.device, region.k_len
     lo, hi = (
-        torch.as_tensor(default if x is None else x, device=device) for x, default in ((lo, 0), (hi, k_len))
+        x if isinstance(x, Tensor) else torch.full((), default if x is None else x, device=device)
+        for x, default in zip(rows.bounds(region), (0, k_len), strict=True)
     )
     lo, hi = torch.broadcast_tensors(lo.clamp(min=0).view(*_four(lo)), hi.clamp(max=k_len).view(*_four(hi)))
+    lo, hi = (_by_tile(x[:, 0], tiles.tile_m) for x in (lo, hi))
     m_blocks, n_blocks = tiles.count(region.q_len, k_len)
     start = torch.arange(n_blocks, device=device) * tiles.tile_n  # [n_blocks]
     stop = (start + tiles.tile_n).clamp(max=k_len)
-    result = []
-    for i in range(m_blocks if lo.shape[2] > 1 else 1):
-        own = slice(i * tiles.tile_m, (i + 1) * tiles.tile_m) if lo.shape[2] > 1 else slice(None)
-        row_lo, row_hi = lo[:, :, own], hi[:, :, own]  # [g, 1, tile_m, 1]
-        full = (row_lo.amax(2) <= start) & (stop <= row_hi.amin(2))  # [g, 1, n_blocks]
-        some = (torch.maximum(row_lo, start) < torch.minimum(row_hi, stop)).any(2)
-        result.append(torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY)).to(torch.uint8))
-    return torch.stack(result, dim=2).expand(-1, -1, m_blocks, -1)
+    full = (lo.amax(2) <= start) & (stop <= hi.amin(2))  # [g, m_blocks | 1, n_blocks]
+    at_once = max(_LOOK // max(lo.shape[0] * lo.shape[2] * n_blocks, 1), 1)
+    some = [
+        (torch.maximum(row_lo, start) < torch.minimum(row_hi, stop)).any(2)
+        for row_lo, row_hi in zip(lo.split(at_once, 1), hi.split(at_once, 1), strict=True)
+    ]
+    kinds = torch.where(full, FULL, torch.where(torch.cat(some, 1), PARTIAL, EMPTY)).to(torch.uint8)
+    return kinds[:, None].expand(-1, -1, m_blocks, -1)
+
+
+def _by_tile(rows: Tensor, tile_m: int) -> Tensor:
+    """[g, queries, 1] as [g, m_blocks, tile_m, 1], the last tile filled up with the last query; [g, 1, 1, 1] of one."""
+    queries = rows.shape[1]
+    if queries == 1:
+        return rows[:, None]
+    m_blocks = -(-queries // tile_m)
+    index = torch.arange(m_blocks * tile_m, device=rows.device).clamp(max=queries - 1)
+    return rows[:, index].unflatten(1, (m_blocks, tile_m))
 
 
 def _four(x: Tensor) -> tuple[int, ...]:

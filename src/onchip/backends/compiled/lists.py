@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onchip import schedule
+from onchip import capture, rules, schedule
 from onchip.backends.compiled.terms import Lists
 from onchip.mask import Region
 from onchip.problem import Operands, Problem
@@ -19,14 +19,22 @@ def build(
 
     None where spans of the band do: masks of a band alone, and of a band and rows in the forward direction unless
     `rows` asks for them. A cache has none either, since its lengths are on the device: every tile of the band is then
-    visited and masked.
+    visited and masked. A call that is captured as a graph makes its list within the graph, anew in each replay.
     """
     parts = set(problem.mask_parts) - {"band"} - (set() if by_key or rows else {"rows"})
     if not parts or problem.layout in ("cache", "paged"):
         return None, 0
+    if capture.capturing(problem.device):
+        kinds = _packed_kinds if problem.layout == "varlen" else _kinds_unseen
+        return _lists(kinds(problem, operands, tiles, by_key), by_key)
     key = ("lists", by_key, tiles)
     make = lambda: _lists(_kinds(problem, operands, tiles, by_key), by_key)  # noqa: E731
     return schedule.keep(problem, operands.layout, operands.mask, key, make)
+
+
+def tell_blocks(problem: Problem) -> bool:
+    """Whether lists leave out the tiles that no block of a mask shows; else a kernel must ask the blocks."""
+    return problem.layout == "dense" or (problem.layout == "varlen" and not capture.capturing(problem.device))
 
 
 def _kinds(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> Tensor:
@@ -45,13 +53,46 @@ def _kinds(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> 
         batch = torch.tensor(members, device=problem.device)
         region = Region(batch, 0, heads, 0, q_len, 0, k_len, q_len, k_len)
         found = schedule.classify(mask, region, tiles)
-        found = found.expand(len(members), heads, -1, -1).clone()
-        length, tile = (q_len, tiles.tile_m) if by_key else (k_len, tiles.tile_n)
-        if length % tile:
-            tail = found[:, :, length // tile] if by_key else found[..., length // tile]
-            tail[tail == FULL] = PARTIAL
+        found = _with_tail(found.expand(len(members), heads, -1, -1), region, tiles, by_key)
         kinds[batch, :, : found.shape[2], : found.shape[3]] = found
     return kinds
+
+
+def _with_tail(kinds: Tensor, region: Region, tiles: Tiles, by_key: bool) -> Tensor:
+    """A copy in which tiles that reach past the sequence, of keys or by key of queries, are not FULL."""
+    kinds = kinds.clone()
+    length, tile = (region.q_len, tiles.tile_m) if by_key else (region.k_len, tiles.tile_n)
+    if length % tile:
+        tail = kinds[:, :, length // tile] if by_key else kinds[..., length // tile]
+        tail.masked_fill_(tail == FULL, PARTIAL)
+    return kinds
+
+
+def _kinds_unseen(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> Tensor:
+    """`_kinds` of equal lengths by work on the device alone: what only a look at elements decides is PARTIAL."""
+    by_batch, by_head = operands.mask.dependence(problem)
+    q_len, k_len = problem.seqlen_q, problem.seqlen_k
+    batch = torch.arange(problem.batch if by_batch else 1, device=operands.q.device)
+    region = Region(batch, 0, problem.heads_q if by_head else 1, 0, q_len, 0, k_len, q_len, k_len)
+    return _with_tail(schedule.classify(operands.mask, region, tiles, look=False), region, tiles, by_key)
+
+
+def _packed_kinds(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> Tensor:
+    """PARTIAL for the tiles of each sequence that meet the band, by lengths that only the device knows."""
+    device, band = operands.q.device, operands.mask.band or rules.Band()
+    q_len, k_len = (torch.as_tensor(x).view(-1, 1, 1) for x in operands.layout.device_lengths())
+    m_blocks, n_blocks = tiles.count(problem.seqlen_q, problem.seqlen_k)
+    first_q = torch.arange(m_blocks, device=device)[:, None] * tiles.tile_m
+    first_k = torch.arange(n_blocks, device=device) * tiles.tile_n
+    last_q, last_k = first_q + tiles.tile_m - 1, first_k + tiles.tile_n - 1
+    meets = (first_q < q_len) & (first_k < k_len)  # [batch, m_blocks, n_blocks]
+    # Each alignment by itself: the rules' min and max of two are those of numbers.
+    for edges in (rules.Band(band.left, band.right), rules.Band(None, None, band.top_left, band.top_right)):
+        if (edges.left, edges.top_left) != (None, None):
+            meets &= rules.first_diagonal(q_len, k_len, edges) <= last_k - first_q
+        if (edges.right, edges.top_right) != (None, None):
+            meets &= first_k - last_q <= rules.last_diagonal(q_len, k_len, edges)
+    return (meets * PARTIAL).to(torch.uint8)[:, None]
 
 
 def _lists(kinds: Tensor, by_key: bool) -> tuple[Lists, int]:

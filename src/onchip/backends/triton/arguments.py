@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip import dropout, rules
-from onchip.backends.compiled import arguments, emit
+from onchip.backends.compiled import arguments, emit, lists
 from onchip.backends.compiled.terms import Rows, Scores
 from onchip.backends.triton.parts import Drop, Place, View
 from onchip.backends.triton.table import Facts
@@ -206,7 +206,7 @@ class Launch:
     def mask_function(self, tiles: Tiles | None) -> tuple[Any, Any]:
         """What the mask asks of pairs, compiled, and its arguments; with `tiles`, only of pairs in listed tiles."""
         mask = self.operands.mask
-        if tiles is not None and mask.blocks and self.problem.layout not in ("cache", "paged"):
+        if tiles is not None and mask.blocks and lists.tell_blocks(self.problem):
             cut = tuple(b for b in mask.blocks if b.tile_m % tiles.tile_m or b.tile_n % tiles.tile_n)
             mask = replace(mask, blocks=cut)
         return arguments.mask_function(self.problem, self.operands._replace(mask=mask))
