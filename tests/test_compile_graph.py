@@ -5,6 +5,9 @@ import torch
 from torch import library as registry
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import onchip
 from onchip import nn, spec
@@ -155,6 +158,30 @@ def test_dropout_draws_anew_in_every_run():
     out = compiled(q, k, torch.ones_like(v).requires_grad_())
     kept = out.detach() > 0
     assert kept.any()
+
+
+class Devices(TorchDispatchMode):
+    """Those of every tensor that an operation takes or makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {x.device.type for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("seed", [None, 5, 2**64 - 3])
+def test_a_graph_for_a_gpu_has_no_tensor_of_the_cpu(seed):
+    """torch makes no CUDA graph of one that has."""
+    mask = onchip.causal() & (onchip.window(3, 0) | onchip.sinks(2) | onchip.padding(5)) | onchip.prefix(2)
+    with FakeTensorMode(), Devices() as devices:
+        q, k, v = (torch.empty(2, 9, 4, 8, device="cuda") for _ in "qkv")
+        attend(dropout=0.4, seed=seed, mask=mask)(q, k, v)
+        flash_attn.flash_attn_func(q, k, v, dropout_p=0.4)
+    assert devices.seen == {"cuda"}
 
 
 def test_autocast():

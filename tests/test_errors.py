@@ -7,7 +7,7 @@ import torch
 
 import onchip
 from checks import qkv
-from onchip import select
+from onchip import problem as problems, select
 
 
 def ints(*values, dtype=torch.int32):
@@ -346,3 +346,18 @@ def test_packed_inputs_are_never_changed(backend):
     out.sum().backward()
     for t, old in zip((q, k, v, *lengths), before, strict=True):
         assert torch.equal(t.detach(), old)
+
+
+@pytest.mark.parametrize("make", [onchip.padding, onchip.prefix])
+def test_lengths_on_a_device_are_not_read(make):
+    """There a look would wait, at each call; a meta tensor, which has no values, stands for any device."""
+    q, k = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 10, 6, 8, device="meta")
+    mask = onchip.causal() & (make(torch.empty(2, dtype=torch.int32, device="meta")) | onchip.sinks(2))
+    problem = problems.state(q, k, k, problems.dense_layout(q, k, k), "dense", mask, None)
+    assert problem.mask_parts == ("band", "unions")
+    refuse(
+        ValueError,
+        [make.__name__, r"\b3\b"],
+        make(torch.empty(3, dtype=torch.int32, device="meta")).check,
+        problem,
+    )

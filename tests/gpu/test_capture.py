@@ -13,7 +13,7 @@ from onchip.backends import reference, triton
 from onchip.backends.compiled import lists
 from onchip.backends.triton import backward_pass, forward_pass, launch
 from onchip.backends.triton.table import Config
-from onchip.layout import Varlen
+from onchip.layout import Cache, Varlen
 from onchip.problem import Operands, Saved
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
 
@@ -115,6 +115,22 @@ def test_nothing_waits_for_the_device(name, layout, monkeypatch):
     launch.forget()
     with NoWaits():
         passes(problem, operands)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["band and none", "sinks", "padding", "paddings", "prefix", "prefixes", "chunked", "where", "a union"],
+)
+@pytest.mark.usefixtures("captured")
+def test_decoding_waits_for_nothing(name, monkeypatch):
+    q, cache = (torch.randn(BATCH, n, HEADS, 16, device=DEVICE) for n in (3, K_LEN))
+    place, mask = Cache(3, K_LEN, ints(71, K_LEN), 0, None, None, None, 0), MASKS[name]()
+    problem = problems.state(q, cache, cache, place, "cache", mask, None)
+    monkeypatch.setattr(launch.Step, "run", lambda *given: None)
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
+    launch.forget()
+    with NoWaits():
+        forward_pass.forward(problem, Operands(q, cache, cache, place, mask, onchip.Score()))
 
 
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
