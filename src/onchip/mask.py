@@ -9,14 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from onchip import rules
-from onchip.plain import on_tensors
+from onchip.plain import on_device, on_tensors
 
 if TYPE_CHECKING:
     from onchip.problem import Problem
@@ -108,9 +108,7 @@ class Rows:
             if isinstance(top, Tensor):  # on a GPU a look would be a wait: see `inputs`
                 top = int(top.max()) if top.device.type == "cpu" and top.numel() else 0
             if top > problem.seqlen_k:
-                raise ValueError(
-                    f"{self.name}: got length {top}, expected at most seqlen_k = {problem.seqlen_k}"
-                )
+                raise ValueError(f"{self.name}: got {top}, expected at most seqlen_k = {problem.seqlen_k}")
 
     def __repr__(self) -> str:
         return f"{self.name}({_brief(self.value)})"
@@ -191,8 +189,7 @@ class Where:
     def allow(self, region: Region) -> Tensor:
         try:
             visible = on_tensors(self.fn)(region.b, region.h, region.q, region.k, *self.args)
-            made: Any = torch.as_tensor if isinstance(visible, Tensor) else partial(torch.full, ())
-            visible = made(visible, device=region.batch.device)
+            visible = on_device(visible, region.batch.device)
             full = (
                 region.batch.numel(),
                 region.head1 - region.head0,

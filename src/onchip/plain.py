@@ -46,15 +46,19 @@ def where(condition, a, b):
     if not isinstance(condition, torch.Tensor):
         return a if condition else b
     if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-        a = torch.full((), a, device=condition.device)
+        a = on_device(a, condition.device)
     return torch.where(condition, a, b)
 
 
-def _as_tensor(number, like: torch.Tensor) -> torch.Tensor:
-    """A number in the tensor's dtype where that can hold it: 0.1 beside float64 is not float32's 0.1.
+def on_device(value: Any, device: torch.device) -> torch.Tensor:
+    """What a function returned, as a tensor there. A number is filled in: no copy from the host, which would wait."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return torch.full((), value, device=device)
 
-    Filled in where it lies: a copy from the host would wait for the device, which no captured graph may.
-    """
+
+def _as_tensor(number, like: torch.Tensor) -> torch.Tensor:
+    """A number in the tensor's dtype where that can hold it: 0.1 beside float64 is not float32's 0.1."""
     holds = like.is_floating_point() or (isinstance(number, int) and like.dtype is not torch.bool)
     return torch.full((), number, dtype=like.dtype if holds else None, device=like.device)
 

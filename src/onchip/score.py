@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from onchip.plain import check_closed, derivative, on_tensors
+from onchip.plain import check_closed, derivative, on_device, on_tensors
 
 if TYPE_CHECKING:
     from onchip.mask import Region
@@ -34,8 +33,7 @@ class Mod:
     def _run(self, fn: Callable[..., Any], score: Tensor, region: Region) -> Tensor:
         try:
             value = on_tensors(fn)(score, region.b, region.h, region.q, region.k, *self.args)
-            made: Any = torch.as_tensor if isinstance(value, Tensor) else partial(torch.full, ())
-            return made(value, device=score.device).to(score.dtype).expand_as(score)
+            return on_device(value, score.device).to(score.dtype).expand_as(score)
         except Exception as error:  # whatever the user's function does
             label = getattr(fn, "__name__", repr(fn))
             raise ValueError(f"mod: {label} failed on a tile of scores and indices: {error}") from error
