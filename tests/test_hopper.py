@@ -93,10 +93,10 @@ def test_every_row_of_the_table_fits():
             problem = state((1, 300, 1, dims[0]))
             problem = dataclasses.replace(problem, dim_v=dims[1])
             made = variant(problem, rules.Band(), row, 1)
-            tiles = row.tile_m * (dims[0] + (0 if made.share_q else dims[1]))
-            ring = row.stages * row.tile_n * sum(dims)
-            assert 2 * (tiles + ring) + 1024 <= 232448, (dims, row)
-            assert made.share_q is False or dims[0] == dims[1], "an output in rows of another width"
+            assert row.shared_memory(*dims, made.share_q) + 1024 <= 232448, (dims, row)
+            halved = 2 * made.held == made.dim == made.dim_v
+            assert not made.share_q or halved, "an output of other halves than the queries"
+            assert made.held in (0, made.dim // 2, made.dim)
 
 
 def test_kinds_of_problems():

@@ -8,15 +8,11 @@ import random
 
 import pytest
 
-from onchip.backends.hopper.table import TABLE, Config
+from onchip.backends.hopper.table import EMPTY, TABLE, Config, own_of, turn_of
 
-CONFIGS = [c._replace(persistent=p) for c in dict.fromkeys(TABLE.values()) for p in (False, True)]
-VISITS = [
-    (1,),
-    (2, 1, 3),
-    (5, 1, 1, 2),
-    (3, 3, 4),
-]  # blocks of keys of a program's tiles, one after the other
+CONFIGS = list(dict.fromkeys(TABLE.values()))
+# Blocks of keys of a program's tiles, one after the other.
+VISITS = [(1,), (2,), (6,), (1, 1, 1, 1), (2, 1, 3), (5, 1, 1, 2), (3, 3, 4), (1, 4, 2, 2, 9, 1)]
 
 
 class Fault(Exception):
@@ -29,12 +25,14 @@ class Mbarrier:
     def __init__(self, count=1):
         self.phase, self.count, self.missing, self.loads = 0, count, count, 0
 
-    def expect(self):
+    def expect(self, loads):
         if self.missing == 0:
             raise Fault("expected twice in one phase")
-        self.missing, self.loads = self.missing - 1, self.loads + 1
+        self.missing, self.loads = self.missing - 1, self.loads + loads
 
     def arrive(self):
+        if self.missing == 0:
+            raise Fault("arrived twice in one phase")
         self.missing -= 1
         self._end()
 
@@ -102,127 +100,160 @@ class Cursor:
 
 
 class Program:
-    def __init__(self, config: Config, visits, share_q, fault=None):
-        self.config, self.visits, self.share_q, self.fault = config, visits, share_q, fault
+    """One program and the tiles it takes; `share_q`: the output leaves through the queries' memory."""
+
+    def __init__(self, config: Config, visits, share_q, dynamic=True, fault=None):
+        self.config, self.visits, self.share_q, self.dynamic = config, visits, share_q, dynamic
+        self.fault = fault
         self.number, self.number_full = None, Mbarrier()
-        self.number_empty = Mbarrier(config.warpgroups)
+        self.number_free = Mbarrier(config.warpgroups)
         groups, stages = config.warpgroups, config.stages
-        self.q, self.k, self.v = Memory(groups), Memory(stages), Memory(stages)
-        self.q_full, self.q_empty = ([Mbarrier() for _ in range(groups)] for _ in range(2))
-        self.k_full, self.v_full = ([Mbarrier() for _ in range(stages)] for _ in range(2))
-        self.k_empty, self.v_empty = ([Named(groups + 1) for _ in range(stages)] for _ in range(2))
+        self.held, self.q = Memory(groups), Memory(2 * groups)
+        self.k, self.v = Memory(stages), Memory(stages)
+        self.q_full, self.q_free = ([Mbarrier() for _ in range(groups)] for _ in range(2))
+        self.full = [Mbarrier(2) for _ in range(stages)]
+        self.empty = [Named(groups + 1) for _ in range(stages)]
         self.turn = [Named(2) for _ in range(groups)]
         self.flying = []  # loads under way
 
-    def load_into(self, barrier, memory, slot, name):
-        barrier.expect()
-        memory.overwrite(slot)
-        self.flying.append((barrier, memory, slot, name))
+    def load_into(self, barrier, *targets):
+        """Loads of [memory, slot, name], one arrival for all."""
+        barrier.expect(len(targets))
+        for memory, slot, name in targets:
+            memory.overwrite(slot)
+            self.flying.append((barrier, memory, slot, name))
 
     def join(self, barrier, who):
         generation = barrier.come(who)
         return lambda: barrier.generation > generation
 
+    def publish(self, t):
+        if not self.dynamic:
+            return
+        if self.fault != "number is overwritten":
+            yield lambda: self.number_free.passed(1 - t % 2)
+        self.number = t
+        self.number_full.arrive()
+
+    def load_queries(self, t):
+        for w in range(self.config.warpgroups):
+            if self.fault != "queries are not awaited":
+                yield lambda w=w: self.q_free[w].passed(1 - t % 2)
+            slot = t % 2 * self.config.warpgroups + w
+            self.load_into(self.q_full[w], (self.held, w, t), (self.q, slot, t))
+
     def loader(self):
-        stages = self.config.stages + (self.fault == "loader has another ring")
-        k_at, v_at = Cursor(min(stages, self.config.stages)), Cursor(self.config.stages)
-        if self.fault == "loader has another ring":
-            k_at = Cursor(max(self.config.stages - 1, 1))
-        q_phase = 1
+        at = Cursor(self.config.stages - (self.fault == "loader has another ring"))
+        yield from self.publish(0)
+        early = False
+        yield self.join(self.empty[at.slot], "loader")
+        self.full[at.slot].arrive()
         for t, blocks in enumerate(self.visits):
-            for w in range(self.config.warpgroups):
-                if self.config.persistent and self.fault != "queries are not awaited":
-                    yield lambda w=w, p=q_phase: self.q_empty[w].passed(p)
-                self.load_into(self.q_full[w], self.q, w, t)
-            q_phase ^= 1
-            for position in range(blocks + 1):
-                if position < blocks:
-                    yield self.join(self.k_empty[k_at.slot], "loader")
-                    self.load_into(self.k_full[k_at.slot], self.k, k_at.slot, (t, position))
-                    k_at.next()
-                if position > 0:
-                    if self.fault != "loader does not wait":
-                        yield self.join(self.v_empty[v_at.slot], "loader")
-                    self.load_into(self.v_full[v_at.slot], self.v, v_at.slot, (t, position - 1))
-                    v_at.next()
-            if self.config.persistent:  # the number of the next tile
-                if self.fault != "number is overwritten":
-                    yield lambda p=1 - t % 2: self.number_empty.passed(p)
-                self.number = t + 1
-                self.number_full.arrive()
+            for position in range(blocks):
+                self.load_into(self.full[at.slot], (self.k, at.slot, (t, position)))
+                if position == 0 and not early:
+                    yield from self.load_queries(t)
+                first = 0 if self.fault == "queries come before the second keys" else 1
+                if position >= first and position == blocks - 2:
+                    yield from self.publish(t + 1)
+                    if t + 1 < len(self.visits):
+                        yield from self.load_queries(t + 1)
+                at.next()
+                if self.fault != "loader does not wait":
+                    yield self.join(self.empty[at.slot], "loader")
+                self.load_into(self.full[at.slot], (self.v, at.slot, (t, position)))
+            early = blocks > (1 if self.fault == "queries come before the second keys" else 2)
+            if not early:
+                yield from self.publish(t + 1)
+        self.full[at.slot].arrive()
         for _ in range(self.config.stages):
-            yield self.join(self.k_empty[k_at.slot], "loader")
-            yield self.join(self.v_empty[v_at.slot], "loader")
-            k_at.next()
-            v_at.next()
+            at.next()
+            yield self.join(self.empty[at.slot], "loader")
 
     def warpgroup(self, w):
         config, groups = self.config, self.config.warpgroups
-        k_at, v_at = (Cursor(config.stages, self.fault == "phase is not turned") for _ in range(2))
-        q_phase, me = 0, f"warpgroup {w}"
+        at, me = Cursor(config.stages, self.fault == "phase is not turned"), f"warpgroup {w}"
         for slot in range(config.stages):
-            self.k_empty[slot].come(me)
-            self.v_empty[slot].come(me)
+            self.empty[slot].come(me)
         if config.ping_pong and w == groups - 1:
             self.turn[0].come(me)
+        if self.dynamic:
+            yield from self.read_number(me, 0)
         for t, blocks in enumerate(self.visits):
-            yield lambda p=q_phase: self.q_full[w].passed(p)
-            q_phase ^= 1
-            yield lambda: self.k_full[k_at.slot].passed(k_at.phase)
-            self.q.read(w, t)
-            self.k.read(k_at.slot, (t, 0))
-            yield None
-            self.k.end(k_at.slot, (t, 0))
-            self.k_empty[k_at.slot].come(me)
-            k_at.next()
-            if blocks > 1:
-                yield lambda: self.k_full[k_at.slot].passed(k_at.phase)
-            yield lambda: self.v_full[v_at.slot].passed(v_at.phase)
-            for j in range(1, blocks):
-                if config.ping_pong:
-                    yield self.join(self.turn[w], me)
-                self.k.read(k_at.slot, (t, j))
-                self.v.read(v_at.slot, (t, j - 1))
-                if config.ping_pong:
-                    self.turn[w if self.fault == "turn goes to itself" else (w + 1) % groups].come(me)
-                yield None
-                self.k.end(k_at.slot, (t, j))
-                if not (self.fault == "keys are kept" and j == 1 and w == 0):
-                    self.k_empty[k_at.slot].come(me)
-                k_at.next()
-                early = self.fault == "values are released early"
-                if early:
-                    self.v_empty[v_at.slot].come(me)
-                yield None
-                if j + 1 < blocks:
-                    yield lambda: self.k_full[k_at.slot].passed(k_at.phase)
-                slot = v_at.slot
-                v_at.next()
-                if self.fault != "values are not awaited":
-                    yield lambda: self.v_full[v_at.slot].passed(v_at.phase)
-                self.v.end(slot, (t, j - 1))
-                if not early:
-                    self.v_empty[slot].come(me)
-            if config.persistent and not self.share_q:
-                self.q.end(w, t)
-                self.q_empty[w].arrive()
-            self.v.read(v_at.slot, (t, blocks - 1))
-            yield None
-            self.v.end(v_at.slot, (t, blocks - 1))
-            self.v_empty[v_at.slot].come(me)
-            v_at.next()
-            yield None  # the output is written
-            if not config.persistent or self.share_q:
-                self.q.end(w, t)
-            if config.persistent and self.share_q:
-                self.q_empty[w].arrive()
-            if config.persistent:
-                yield lambda p=t % 2: self.number_full.passed(p)
-                if self.number != t + 1:
-                    raise Fault(f"{me} goes on with tile {self.number}, expected {t + 1}")
-                self.number_empty.arrive()
+            yield from self.take_queries(w, t)
+            for j in range(blocks):
+                yield from self.step(me, w, at, (t, j), (t, j - 1) if j else (t - 1, self.visits[t - 1] - 1))
+                if j == 0 and t > 0:
+                    yield from self.finish(w, t - 1)
+                if j == blocks - 1:
+                    self.q.end(t % 2 * groups + w, t)
+            if self.dynamic:
+                yield from self.read_number(me, t + 1)
+        last = len(self.visits) - 1, self.visits[-1] - 1
+        self.v.read(at.slot, last)
+        yield None
+        self.v.end(at.slot, last)
+        self.empty[at.slot].come(me)
+        yield from self.finish(w, last[0])
         if config.ping_pong and w == 0 and self.fault != "last turn is not taken":
             yield self.join(self.turn[0], me)
+
+    def read_number(self, me, expected):
+        yield lambda: self.number_full.passed(expected % 2)
+        if self.number != expected:
+            raise Fault(f"{me} goes on with tile {self.number}, expected {expected}")
+        self.number_free.arrive()
+
+    def take_queries(self, w, t):
+        yield lambda: self.q_full[w].passed(t % 2)
+        self.held.read(w, t)
+        yield None
+        self.held.end(w, t)
+        self.q.read(t % 2 * self.config.warpgroups + w, t)
+        if not self.share_q or t == 0:
+            self.q_free[w].arrive()
+
+    def step(self, me, w, at, keys, values):
+        """Scores of a block, and the values of the block before it, if there is one."""
+        config, first = self.config, values[0] < 0
+        if first:
+            yield lambda: self.full[at.slot].passed(at.phase)
+        elif config.ping_pong:
+            yield self.join(self.turn[w], me)
+        self.k.read(at.slot, keys)
+        if not first:
+            self.v.read(at.slot, values)
+            if config.ping_pong:
+                self.turn[w if self.fault == "turn goes to itself" else (w + 1) % config.warpgroups].come(me)
+        yield None
+        early = self.fault == "slots are released early"
+        if early:
+            self.empty[at.slot].come(me)
+            yield None
+        slot = at.slot
+        at.next()
+        if self.fault != "slots are not awaited" and not first:
+            yield lambda: self.full[at.slot].passed(at.phase)
+        self.k.end(slot, keys)
+        if not first:
+            self.v.end(slot, values)
+        if not early and not (self.fault == "a slot is kept" and keys[1] == 1 and w == 0):
+            self.empty[slot].come(me)
+        if first:
+            yield lambda: self.full[at.slot].passed(at.phase)
+
+    def finish(self, w, t):
+        """The output is written, where the tile's queries were if it has no place of its own."""
+        slot = t % 2 * self.config.warpgroups + w
+        if self.share_q:
+            for memory, at in ((self.held, w), (self.q, slot)):
+                memory.overwrite(at)
+                memory.readers[at] += 1
+        yield None
+        if self.share_q:
+            for memory, at in ((self.held, w), (self.q, slot)):
+                memory.readers[at] -= 1
+            self.q_free[w].arrive()
 
     def run(self, seed):
         """Everything in a random order; Fault where it ends wrongly."""
@@ -243,33 +274,30 @@ class Program:
                 waits[role] = next(role)
             except StopIteration:
                 del waits[role]
-        for barrier in (*self.k_empty, *self.v_empty, *self.turn):
+        for barrier in (*self.empty, *self.turn):
             if barrier.here:
                 raise Fault("a barrier is left half counted")
 
 
-def visits_of(config):
-    """A program that is not persistent has one tile."""
-    return VISITS if config.persistent else [(n,) for n in (1, 2, 3, 6)]
-
-
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("share_q", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_deadlock_and_no_stale_data(config, share_q):
-    for visits in visits_of(config):
+def test_no_deadlock_and_no_stale_data(config, share_q, dynamic):
+    for visits in VISITS:
         for seed in range(40):
-            Program(config, visits, share_q).run(seed)
+            Program(config, visits, share_q, dynamic).run(seed)
 
 
 FAULTS = {
     "loader has another ring": lambda c: True,
     "loader does not wait": lambda c: True,
     "phase is not turned": lambda c: True,
-    "keys are kept": lambda c: True,
-    "values are released early": lambda c: True,
-    "values are not awaited": lambda c: True,
-    "queries are not awaited": lambda c: c.persistent,
-    "number is overwritten": lambda c: c.persistent,
+    "a slot is kept": lambda c: True,
+    "slots are released early": lambda c: True,
+    "slots are not awaited": lambda c: True,
+    "queries are not awaited": lambda c: True,
+    "queries come before the second keys": lambda c: True,
+    "number is overwritten": lambda c: True,
     "turn goes to itself": lambda c: c.ping_pong,
     "last turn is not taken": lambda c: c.ping_pong,
 }
@@ -280,10 +308,10 @@ FAULTS = {
 def test_planted_faults_are_found(config, fault):
     if not FAULTS[fault](config):
         return
-    for visits in [*visits_of(config), (9,)]:
+    for visits in [*VISITS, (9,), (2, 2, 2, 2)]:
         for seed in range(200):
             try:
-                Program(config, visits, True, fault).run(seed)
+                Program(config, visits, True, True, fault).run(seed)
             except Fault:
                 return
     pytest.fail("the model did not see the fault")
@@ -291,5 +319,9 @@ def test_planted_faults_are_found(config, fault):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_named_barriers_are_enough(config):
-    """There are 16, of which Triton takes 5: two for each slot, and the turns."""
-    assert 5 + 2 * config.stages + (config.warpgroups if config.ping_pong else 0) <= 16
+    """There are 16, of which Triton takes 5: one for each slot, each warpgroup's own, and the turns; 15 stays free."""
+    slots = [EMPTY + slot for slot in range(config.stages)]
+    turns = [turn_of(config.stages) + w for w in range(config.warpgroups)]
+    own = [own_of(config.stages) + w for w in range(config.warpgroups)]
+    assert min(slots) == 5 and len({*slots, *turns, *own}) == len(slots + turns + own)
+    assert max(own) < 15

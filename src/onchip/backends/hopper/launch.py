@@ -121,7 +121,7 @@ def plan(problem: Problem, band: rules.Band, by_head: bool, index: int) -> Plan:
     heads = problem.heads_q // pack
     m_blocks = -(-problem.seqlen_q // (chosen.tile_m // pack))
     n_tiles = m_blocks * heads * problem.batch
-    programs = min(n_tiles, multiprocessors(index)) if C.persistent else n_tiles
+    programs = min(n_tiles, multiprocessors(index))
     section = sections(problem, heads) if C.dynamic else 1
     return Plan(chosen, C, Variant(*map(gl.constexpr, C)), heads, m_blocks, section, n_tiles, programs)
 
@@ -168,9 +168,11 @@ def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> N
     if isinstance(layout, Varlen):
         lengths = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k
         place = Packed(*(x if x is None else x.contiguous() for x in lengths))  # kernels step through them
+    columns = C.held if 0 < C.held < C.dim else C.dim
     forward_kernel[(made.programs,)](
-        descriptor(addressable(q), 64, C.dim, C.pack), descriptor(addressable(k), C.tile_n, C.dim),
-        descriptor(addressable(v), C.tile_n, C.dim_v), descriptor(out, 64, C.dim_v, C.pack),
+        descriptor(addressable(q), 64, columns, C.pack), descriptor(addressable(k), C.tile_n, C.dim),
+        descriptor(addressable(v), C.tile_n, C.dim_v),
+        descriptor(out, 64, C.held if C.share_q else C.dim_v, C.pack),
         Lse(lse, 0 if C.packed else lse.stride(0), lse.stride(-2)), place, band, rows_of, tiles_of, mask_args, score,
         problem.scale, problem.seqlen_q, problem.seqlen_k, made.heads, made.m_blocks, made.section, width,
         zero(device) if C.dynamic else None, made.n_tiles, FN=function, MOD=mod, C=made.constants, num_warps=4,

@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
+from onchip.backends.hopper import table
+
 # Renamed after Triton 3.6.
 load_async: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_async: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -16,8 +18,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Where a row's maximum starts: below every score, and finite, so that a masked score minus it is -inf and never NaN.
 FLOOR = gl.constexpr(-3.0e38)
-# Named barriers 0 to 4 are Triton's own: one for each partition, and one for their start. There are 16.
-K_EMPTY = gl.constexpr(5)  # + slot: every warpgroup has read the keys there
+EMPTY = gl.constexpr(table.EMPTY)
+turn_of = gluon.constexpr_function(table.turn_of)
+own_of = gluon.constexpr_function(table.own_of)
 # A packed sequence ends where a coordinate passes this bound of the descriptor (see `packed_rows`).
 BOUND = gl.constexpr(1 << 30)
 
@@ -77,18 +80,6 @@ class Cursor:
 
 
 @gluon.constexpr_function
-def v_empty(stages):
-    """Named barriers, + slot: every warpgroup has read the values there."""
-    return 5 + stages
-
-
-@gluon.constexpr_function
-def turn(stages):
-    """Named barriers, + warpgroup: it may issue its products."""
-    return 5 + 2 * stages
-
-
-@gluon.constexpr_function
 def _barrier_asm(operation, threads):
     return f"bar.{operation} $1, {threads}; mov.b32 $0, $1;"
 
@@ -138,3 +129,65 @@ def quad_max(s):
 def quad_sum(s):
     part = gl.sum(s.reshape([64, 2, s.shape[1] // 16, 4, 2]), 4)
     return gl.sum(gl.sum(part, 2), 1)
+
+
+@gluon.constexpr_function
+def _pack_asm(kind):
+    name = "bf16x2" if kind == gl.bfloat16 else "f16x2"
+    return f"cvt.rn.{name}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack(x, KIND: gl.constexpr):
+    """Neighbouring columns in 16 bits each, two to a register: [rows, columns / 2] of int32.
+
+    As a loop's variable: the assembler kept 16-bit ones in halves of registers that do not match, and moved them back
+    each time, 32 or 64 instructions a block.
+    """
+    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        _pack_asm(KIND), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _half(packed, ASM: gl.constexpr, KIND: gl.constexpr):
+    if gl.bfloat16 == KIND:
+        return gl.inline_asm_elementwise(ASM, "=h,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=1)
+    else:
+        return gl.inline_asm_elementwise(ASM, "=h,r", [packed], dtype=gl.float16, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack(packed, KIND: gl.constexpr, layout: gl.constexpr):
+    """What `pack` made, as an operand: no instruction."""
+    even = _half(packed, "{.reg .b16 odd; mov.b32 {$0, odd}, $1;}", KIND)
+    odd = _half(packed, "{.reg .b16 even; mov.b32 {even, $0}, $1;}", KIND)
+    both = gl.join(even, odd).reshape([packed.shape[0], packed.shape[1] * 2])
+    return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.constexpr_function
+def _computed_asm(barrier):
+    # The sums are never below -1, which the assembler does not know: so it computes them before the barrier.
+    return (
+        "{.reg .pred low; .reg .f32 least; .reg .b32 id; min.f32 least, $2, $3; setp.lt.f32 low, least, 0fBF800000;"
+        f" selp.b32 id, 15, {barrier}, low; bar.sync id, 128; mov.b32 $0, $2; mov.b32 $1, $3;}}"
+    )
+
+
+@gluon.jit
+def computed(sums, BARRIER: gl.constexpr):
+    """sums, of two rows a thread; what they depend on is computed before the instructions that follow.
+
+    The assembler moved the wait for products above the softmax that stands before it, and the two took turns.
+    """
+    return gl.inline_asm_elementwise(
+        _computed_asm(BARRIER), "=f,=f,f,f", [sums], dtype=gl.float32, is_pure=False, pack=2
+    )

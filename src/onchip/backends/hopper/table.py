@@ -11,16 +11,24 @@ class Config(NamedTuple):
     warpgroups: int
     tile_n: int
     stages: int
+    held: int = 0  # columns of the queries that stay in registers: all, half of them, or none
     ping_pong: bool = False  # the warpgroups issue their products in turn
-    persistent: bool = False  # a program for each multiprocessor takes tiles in turn
+    settle: bool = (
+        False  # without a mask in between, a softmax is held before the wait for values (`parts.computed`)
+    )
 
     @property
     def tile_m(self) -> int:
         return 64 * self.warpgroups
 
-    def shared_memory(self, dim: int, dim_v: int) -> int:
-        """Bytes of tiles of q, k, v and out at padded dims, in 16-bit numbers."""
-        return 2 * (self.tile_m + self.stages * self.tile_n) * (dim + dim_v)
+    def shared_memory(self, dim: int, dim_v: int, share_q: bool = False) -> int:
+        """Bytes of tiles at padded dims, in 16-bit numbers: queries, of which those that are not held twice, the ring,
+        and the output, unless it leaves through the queries' memory."""
+        held = min(self.held, dim)
+        queries = self.tile_m * (held + 2 * (dim - held))
+        return 2 * (
+            queries + self.stages * self.tile_n * (dim + dim_v) + (0 if share_q else self.tile_m * dim_v)
+        )
 
     @property
     def registers(self) -> int:
@@ -31,23 +39,39 @@ class Config(NamedTuple):
         return 168 if self.warpgroups == 2 else 128
 
 
-# (head dim, kind of problem) -> Config; bf16, H200, best of 2 to 5 candidates over full and causal.
+# (head dim, kind of problem) -> Config; bf16, H200, 2026-11-30, best of 2 to 9 candidates over full and causal.
 TABLE: dict[tuple[int, str], Config] = {
-    # Softmax takes as long as the products at dim 64: three warpgroups hide more of it, and taking turns gave 9 %.
-    (64, "long"): Config(3, 128, 3, ping_pong=True, persistent=True),
+    # Softmax takes as long as the products at dim 64: three warpgroups cover for one another, so well that holding a
+    # softmax before the wait for its values loses 5 %.
+    (64, "long"): Config(3, 128, 4, ping_pong=True),
     # 192 queries would leave more of a short sequence's last tile, and of a causal diagonal, unused.
-    (64, "short"): Config(2, 128, 3, ping_pong=True, persistent=True),
+    (64, "short"): Config(2, 128, 4, held=64),
     # With 160 registers of a thread, as three warpgroups leave, a modified score spills.
-    (64, "modified"): Config(2, 128, 3, persistent=True),
-    # Taking turns changed nothing (1 %), nor did a third stage.
-    (128, "long"): Config(2, 128, 2, persistent=True),
-    (128, "short"): Config(2, 128, 2, persistent=True),
-    (128, "modified"): Config(2, 128, 2, persistent=True),
-    # 64 keys: 32 KiB of K and 32 of V in each of two stages, and 64 of Q, are all that fit.
-    (256, "long"): Config(2, 64, 2, persistent=True),
-    (256, "short"): Config(2, 64, 2, persistent=True),
-    (256, "modified"): Config(2, 64, 2, persistent=True),
+    (64, "modified"): Config(2, 128, 4, held=64),
+    # Held queries changed nothing (1 %), and would not make room for a third stage.
+    (128, "long"): Config(2, 128, 2),
+    (128, "short"): Config(2, 128, 2, ping_pong=True),  # 3 % at N = 512, -1 % at 16384
+    (128, "modified"): Config(2, 128, 2),
+    # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up.
+    (256, "long"): Config(2, 64, 2, held=128, settle=True),
+    (256, "short"): Config(2, 64, 2, held=128, settle=True),
+    # 64 keys would spill in the loop.
+    (256, "modified"): Config(2, 32, 4, held=128),
 }
+
+
+# Named barriers. There are 16, of which Triton takes the first five: one for each partition, and one for their start.
+EMPTY = 5  # + slot: every warpgroup has read what is there
+
+
+def turn_of(stages: int) -> int:
+    """+ warpgroup: it may issue its products."""
+    return EMPTY + stages
+
+
+def own_of(stages: int) -> int:
+    """+ warpgroup: its own (see `parts.computed`)."""
+    return EMPTY + stages + 3
 
 
 def padded(dim: int) -> int:

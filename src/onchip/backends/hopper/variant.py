@@ -16,14 +16,15 @@ class Variant(NamedTuple):
     warpgroups: int
     tile_n: int
     stages: int
+    held: int  # columns of the queries in registers
     ping_pong: bool
+    settle: bool
     dim: int  # of a tile, padded to 64, 128 or 256
     dim_v: int
     group: int  # query heads of a key head
     pack: int  # of which so many are stacked as rows of a tile
     packed: bool  # sequences are packed: descriptors as `parts.packed_rows` says
-    persistent: bool  # a program takes several tiles
-    dynamic: bool  # it draws them, one at a time, as tiles differ in length
+    dynamic: bool  # a program draws its tiles, one at a time, as they differ in length
     band_only: bool  # the mask is a band: keys outside it are cut off, not only masked
     masked: bool  # some block may need a mask: for the mask itself, or for the tail of the keys
     right: bool  # a band bounded to the right
@@ -39,27 +40,29 @@ def variant(problem: Problem, band: rules.Band, chosen: Config, pack: int) -> Va
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     right = (band.right, band.top_right) != (None, None)
     left = (band.left, band.top_left) != (None, None)
-    # A buffer for the output lets the queries of the next tile come early, where there is room for it.
-    full = chosen.shared_memory(dim, dim_v) > _SHARED
+    held = min(chosen.held, dim)
+    edges = right or left or not band_only
+    fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(
         warpgroups=chosen.warpgroups,
         tile_n=chosen.tile_n,
         stages=chosen.stages,
+        held=held,
         ping_pong=chosen.ping_pong,
+        settle=chosen.settle and not edges,
         dim=dim,
         dim_v=dim_v,
         group=problem.group,
         pack=pack,
         packed=packed,
-        persistent=chosen.persistent,
-        dynamic=chosen.persistent and (packed or bool(problem.mask_parts)),
+        dynamic=packed or bool(problem.mask_parts),
         band_only=band_only,
         masked=packed or bool(problem.mask_parts) or problem.seqlen_k % chosen.tile_n != 0,
         right=right,
         left=left,
-        edges=right or left or not band_only,
+        edges=edges,
         modified=modifies(problem),
-        share_q=dim_v == dim and (full or not chosen.persistent),
+        share_q=not fits,
     )
 
 

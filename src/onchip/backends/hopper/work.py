@@ -189,19 +189,21 @@ def load_keys(desc, barrier, target, tile, key, C: Variant):
 
 
 @gluon.jit
-def query_place(tile, W: gl.constexpr, C: Variant):
-    """Coordinates of a warpgroup's 64 rows in the descriptors of q and out."""
+def query_place(tile, W: gl.constexpr, column: gl.constexpr, C: Variant):
+    """Coordinates of a warpgroup's 64 rows, from a column on, in the descriptors of q and out."""
     row = tile.row0 + W * 64 // C.pack
     if C.packed:
         end, row = packed_rows(tile.q_start, tile.q_len, row)
-        return BOUND, end, tile.head, row, 0
+        return BOUND, end, tile.head, row, column
+    elif C.pack > 1:
+        return tile.b, tile.head, row, 0, column
     else:
-        return tile.b, tile.head, row, 0, 0
+        return tile.b, tile.head, row, column, 0
 
 
 @gluon.jit
-def load_queries(desc, barrier, target, tile, W: gl.constexpr, C: Variant):
-    c0, c1, c2, c3, c4 = query_place(tile, W, C)
+def load_queries(desc, barrier, target, tile, W: gl.constexpr, column: gl.constexpr, C: Variant):
+    c0, c1, c2, c3, c4 = query_place(tile, W, column, C)
     if len(desc.block_shape) == 5:
         load_async(desc, [c0, c1, c2, c3, c4], barrier, target.reshape(desc.block_shape))
     else:
@@ -209,8 +211,8 @@ def load_queries(desc, barrier, target, tile, W: gl.constexpr, C: Variant):
 
 
 @gluon.jit
-def store_output(desc, source, tile, W: gl.constexpr, C: Variant):
-    c0, c1, c2, c3, c4 = query_place(tile, W, C)
+def store_output(desc, source, tile, W: gl.constexpr, column: gl.constexpr, C: Variant):
+    c0, c1, c2, c3, c4 = query_place(tile, W, column, C)
     if len(desc.block_shape) == 5:
         store_async(desc, [c0, c1, c2, c3, c4], source.reshape(desc.block_shape))
     else:
