@@ -10,7 +10,7 @@ import onchip
 from onchip import problem as problems, rules, select
 from onchip.backends import hopper
 from onchip.backends.hopper.table import TABLE, config, kind, padded
-from onchip.backends.hopper.unseen import unseen, without_unseen
+from onchip.backends.hopper.unseen import unseen, unseen_now, without_unseen
 from onchip.backends.hopper.variant import packs, sections, variant
 from onchip.layout import Varlen
 from onchip.problem import Operands
@@ -160,6 +160,8 @@ def test_keys_that_nobody_sees(packed):
         h, i, k = torch.meshgrid(*(torch.arange(n) for n in (heads, q_lens[b], k_lens[b])), indexing="ij")
         seen = fn(b, h, i, k).any(1).view(heads_k, 2, -1).any(1)
         assert torch.equal(own, ~seen.mT)
+    if not packed:
+        assert torch.equal(unseen_now(problem, operands).expand_as(hidden), hidden)
     clean = without_unseen(problem, operands)
     assert (
         torch.equal(clean == 0, hidden[..., None].expand_as(v)) and without_unseen(problem, operands) is not v

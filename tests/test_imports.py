@@ -1,5 +1,6 @@
 """What `import onchip` needs, costs and leaves alone, each in a fresh process."""
 
+import ast
 import importlib.metadata
 import os
 import subprocess
@@ -117,3 +118,15 @@ def test_version_is_the_distribution_s():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("onchip runs from its source tree, not installed")
     assert onchip.__version__ == installed
+
+
+def test_no_module_hides_a_name_of_its_package():
+    """Importing a submodule sets its name in the package: a function of that name would be gone from then on."""
+    for init in (SRC / "onchip").rglob("__init__.py"):
+        package = ".".join(init.parent.relative_to(SRC).parts)
+        inside = {path.stem for path in init.parent.glob("*.py")} | {
+            path.name for path in init.parent.iterdir()
+        }
+        tree = ast.parse(init.read_text())
+        own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert not own & inside, f"{package}: {own & inside}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip import schedule
+from onchip.capture import capturing
 from onchip.layout import Varlen
 from onchip.mask import Mask, Region
 from onchip.problem import Operands, Problem
@@ -43,8 +44,26 @@ def _seen(problem: Problem, mask: Mask, b: int, q_len: int, k_len: int, by_head:
     return seen.view(problem.heads_k, -1, k_len).any(1) if heads > 1 else seen
 
 
+def unseen_now(problem: Problem, operands: Operands) -> Tensor:
+    """The same for dense sequences by work on the device alone: a CUDA graph looks at the mask in each replay."""
+    mask, heads_k = operands.mask, problem.heads_k
+    by_batch, by_head = mask.dependence(problem)
+    q_len, k_len, heads = problem.seqlen_q, problem.seqlen_k, problem.heads_q if by_head else 1
+    batch = torch.arange(problem.batch if by_batch else 1, device=operands.v.device)
+    seen = torch.zeros(len(batch), heads, k_len, dtype=torch.bool, device=batch.device)
+    at_once = max(_LOOK // max(seen.numel(), 1), 1)
+    for q0 in range(0, q_len, at_once):
+        region = Region(batch, 0, heads, q0, min(q0 + at_once, q_len), 0, k_len, q_len, k_len)
+        seen |= mask.allow(region).any(2)
+    by_key_head = seen.unflatten(1, (heads_k, -1)).any(2) if heads > 1 else seen
+    return ~by_key_head.mT
+
+
 def without_unseen(problem: Problem, operands: Operands) -> Tensor:
     """v, with zeros at the keys that nobody sees: 0 * NaN is NaN. A copy, only where there are such keys."""
-    make = lambda: (unseen(problem, operands),)  # noqa: E731
-    (hidden,) = schedule.keep(problem, operands.layout, operands.mask, ("unseen",), make)
+    if capturing(problem.device) and problem.layout == "dense":
+        hidden = unseen_now(problem, operands)
+    else:
+        make = lambda: (unseen(problem, operands),)  # noqa: E731
+        (hidden,) = schedule.keep(problem, operands.layout, operands.mask, ("unseen",), make)
     return operands.v if hidden is None else operands.v.masked_fill(hidden[..., None], 0)
