@@ -2,18 +2,24 @@
 
     python benchmarks/hopper.py --fa3 /path/to/fa3_fwd/_C.abi3.so --out benchmarks/results/h200-hopper.json
 
-The library is that of the PyPI wheel fa3-fwd; without it cuDNN is the only peer. Every output is compared with cuDNN's.
+The library is that of the PyPI wheel fa3-fwd; without it cuDNN is the only peer. Every output of the grid is compared
+with cuDNN's; other problems' are checked on sampled rows against float64. FLOPs: 4 N^2 d h b, half of it for causal.
 """
 
 import argparse
+import itertools
 import json
+import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onchip
@@ -61,6 +67,19 @@ def calls(dim: int, seqlen: int, causal: bool, fa3: bool) -> dict[str, Callable[
     return found | ({"fa3": flash} if fa3 else {})
 
 
+def interleaved(
+    graphs: dict[str, torch.cuda.CUDAGraph], repeats: int, rounds: int, pause: float
+) -> dict[str, float]:
+    """Median milliseconds of each graph, taken in turn, every other round backwards."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(rounds):
+        for name in sorted(graphs, reverse=turn % 2 == 1):
+            torch.cuda.synchronize()
+            time.sleep(pause)
+            times[name].append(milliseconds(graphs[name].replay, repeats))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
 def cell(dim: int, seqlen: int, causal: bool, fa3: bool, rounds: int, pause: float) -> dict[str, float]:
     """TFLOP/s of each implementation."""
     functions = calls(dim, seqlen, causal, fa3)
@@ -71,13 +90,91 @@ def cell(dim: int, seqlen: int, causal: bool, fa3: bool, rounds: int, pause: flo
     graphs = {name: captured(call) for name, call in functions.items()}
     flops = 4 * seqlen * TOKENS * WIDTH / (2 if causal else 1)
     repeats = max(3, min(40, int(8e-3 / (flops / 500e12))))
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(rounds):
-        for name in sorted(graphs, reverse=turn % 2 == 1):
-            torch.cuda.synchronize()
-            time.sleep(pause)
-            times[name].append(milliseconds(graphs[name].replay, repeats))
-    return {name: flops / statistics.median(t) * 1e-9 for name, t in times.items()}
+    ms = interleaved(graphs, repeats, rounds, pause)
+    return {name: flops / t * 1e-9 for name, t in ms.items()}
+
+
+def others() -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[], None], float | None]]:
+    """Problems at dim 128: name -> (call, check, share of visible pairs or of the dense call's work)."""
+    n, dim = 16384, 128
+
+    def randn(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = (randn(1, n, 16, dim) for _ in range(3))
+    side = n // 128
+    found = {}
+
+    def add(name, tensors, share=None, visible=None, **options):
+        def call():
+            return onchip.attention(*tensors, backend="hopper", **options)
+
+        def check():
+            x, y, z = (t[0].double() for t in tensors)
+            rows = torch.randint(0, x.shape[0], (16,), device="cuda")
+            scores = x[rows, 0] @ y[:, 0].t() * dim**-0.5
+            if visible is not None:
+                keys = torch.arange(y.shape[0], device="cuda")
+                scores = scores.masked_fill(~visible(rows[:, None], keys[None]), -torch.inf)
+            truth = scores.softmax(-1).nan_to_num(0.0) @ z[:, 0]
+            error = (call()[0, rows, 0].double() - truth).abs().max().item()
+            assert error < 2e-2, f"{name}: differs by {error:.1e}"
+
+        found[name] = call, check, share
+
+    def causal(i, j):
+        return j <= i
+
+    gqa = randn(2, 8192, 32, dim), randn(2, 8192, 8, dim), randn(2, 8192, 8, dim)
+    add("GQA 32/8, N = 8192, batch 2, causal", gqa, visible=causal, mask=onchip.causal())
+    add("full", (q, k, v))
+    add("causal", (q, k, v), visible=causal, mask=onchip.causal())
+    add("causal by where", (q, k, v), visible=causal, mask=onchip.where(lambda b, h, i, j: j <= i))
+    window = onchip.window(1024, 0)
+    add("window 1024", (q, k, v), visible=lambda i, j: (j <= i) & (j >= i - 1024), mask=window)
+    zero = onchip.Score(mod=onchip.mod(lambda s, b, h, i, j: s - (i - j) * 0.0))
+    add("causal with a score mod", (q, k, v), visible=causal, mask=onchip.causal(), score=zero)
+    for percent in (50, 25, 12.5):
+        blocks = torch.rand(side, side, device="cuda") < percent / 100
+        share = float(blocks.float().mean())
+
+        def seen(i, j, blocks=blocks):
+            return blocks[i // 128, j // 128]
+
+        add(
+            f"{percent} % of blocks",
+            (q, k, v),
+            share,
+            seen,
+            mask=onchip.block_sparse(blocks, tile=(128, 128)),
+        )
+    lengths = torch.randint(128, 4097, (64,), generator=torch.Generator().manual_seed(0))
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to("cuda", torch.int32)
+    total, pairs = int(lengths.sum()), int(lengths.square().sum())
+    packed = [randn(total, 16, dim) for _ in range(3)]
+    dense = [randn(16, 2048, 16, dim) for _ in range(3)]
+    bounds = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 4096, "max_seqlen_k": 4096}
+    for name, mask in (("full", None), ("causal", onchip.causal())):
+
+        def varlen(mask=mask):
+            return onchip.attention_varlen(*packed, mask=mask, backend="hopper", **bounds)
+
+        def check(mask=mask, varlen=varlen):
+            last = slice(int(cu[-2]), total)
+            alone = onchip.attention(*(x[None, last] for x in packed), mask=mask, backend="hopper")
+            torch.testing.assert_close(varlen()[last], alone[0], atol=2e-2, rtol=2e-2)
+
+        found[f"64 packed sequences, {name}"] = varlen, check, pairs / (16 * 2048**2)
+        add(f"16 x 2048, {name}", dense, visible=causal if mask else None, mask=mask)
+    return found
+
+
+def record(results: list[dict], rates: dict[str, float], dim: int, seqlen: int, causal: bool) -> float:
+    ratio = rates["onchip"] / max(rate for name, rate in rates.items() if name != "onchip")
+    results.append({"case": "forward", "dim": dim, "seqlen": seqlen, "causal": causal, "tflops": rates})
+    shown = {name: round(rate) for name, rate in rates.items()}
+    print(dim, seqlen, "causal" if causal else "full", shown, round(ratio, 3), flush=True)
+    return ratio
 
 
 def main() -> None:
@@ -88,29 +185,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.1, help="seconds of idling before a measurement")
+    parser.add_argument("--commit", help="where git does not tell it")
     options = parser.parse_args()
     if options.fa3 is not None:
         torch.ops.load_library(str(options.fa3))
-    results = []
-    for dim in (64, 128, 256):
-        for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
-            for causal in (False, True):
-                rates = cell(dim, seqlen, causal, options.fa3 is not None, options.rounds, options.pause)
-                best = max(rate for name, rate in rates.items() if name != "onchip")
-                row = {
-                    "dim": dim,
-                    "seqlen": seqlen,
-                    "causal": causal,
-                    **rates,
-                    "ratio": rates["onchip"] / best,
-                }
-                results.append(row)
-                print(json.dumps({k: round(x, 3) if isinstance(x, float) else x for k, x in row.items()}))
+    results, ratios = [], []
+    for dim, seqlen, causal in itertools.product(
+        (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), (False, True)
+    ):
+        rates = cell(dim, seqlen, causal, options.fa3 is not None, options.rounds, options.pause)
+        ratios.append(record(results, rates, dim, seqlen, causal))
+    print("geometric mean:", round(statistics.geometric_mean(ratios), 4), flush=True)
+    for name, (call, check, share) in others().items():
+        check()
+        (ms,) = interleaved({"onchip": captured(call)}, 4, options.rounds + 1, options.pause).values()
+        results.append({"case": "other", "name": name, "ms": ms, "share": share})
+        print(name, round(ms, 3), share, flush=True)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    about = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "fa3-fwd": "0.0.3",
+            "cudnn": str(torch.backends.cudnn.version()),
+        },
+        "commit": options.commit or git.stdout.strip(),
+        "regime": f"cool: {options.pause} s idle before each, CUDA graphs, interleaved, "
+        f"medians of {options.rounds} rounds",
+    }
     if options.out is not None:
-        device = torch.cuda.get_device_name()
-        options.out.write_text(
-            json.dumps({"device": device, "torch": torch.__version__, "rows": results}, indent=1)
-        )
+        options.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

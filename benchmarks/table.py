@@ -1,6 +1,7 @@
 """benchmarks/README.md from the recorded runs in benchmarks/results: `python benchmarks/table.py`."""
 
 import json
+import statistics
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,7 +32,27 @@ def rates(run: dict, step: str, peers: dict[str, str]) -> str:
 
 
 def hopper(run: dict) -> str:
-    return rates(run, "forward", {"fa3": "FlashAttention-3", "cudnn": "cuDNN"})
+    text = rates(run, "forward", {"fa3": "FlashAttention-3", "cudnn": "cuDNN"})
+    ratios = [r["tflops"]["onchip"] / max(v for k, v in r["tflops"].items() if k != "onchip") for r in run["results"]
+              if r["case"] == "forward"]  # fmt: skip
+    text += f"\nGeometric mean of the last column: {statistics.geometric_mean(ratios):.3f}.\n"
+    other = {r["name"]: r for r in run["results"] if r["case"] == "other"}
+    if not other:
+        return text
+
+    def beside(name: str) -> str:
+        """A time against what it should be near: the plain mask, or the share of the work."""
+        mask = name.rsplit(", ", 1)[-1]
+        plain = {"causal by where": "causal", "causal with a score mod": "causal"}.get(name)
+        if other[name]["share"] is not None:
+            plain = f"16 x 2048, {mask}" if "packed" in name else "full"
+        if plain is None:
+            return ""
+        return f"{other[name]['ms'] / other[plain]['ms'] / (other[name]['share'] or 1):.2f} of {plain}'s"
+
+    body = [[name, f"{r['ms']:.3f}", beside(name)] for name, r in other.items()]
+    text += "\n### Other problems at dim 128, 16 heads, 16384 tokens where nothing else is said\n\n"
+    return text + rows(["problem", "ms", "time a pair"], body)
 
 
 def triton(run: dict) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 
 import onchip
@@ -38,12 +39,17 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
             )
             assert hopper.refuse(dataclasses.replace(problem, device="moon")) is not None
 
-        def test_counters_are_left_at_zero(self):
-            q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)
-            first = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper", return_lse=True)
-            for _ in range(100):
-                again = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper", return_lse=True)
-                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        @pytest.mark.parametrize("dim", [64, 128, 256])
+        def test_a_thousand_repeats_have_the_same_bits_and_leave_counters_at_zero(self, dim):
+            q, k = (torch.randn(2, 700, h, dim, device="cuda", dtype=torch.float16) for h in (6, 3))
+            for mask in (onchip.Mask(), onchip.causal()):
+
+                def call(mask=mask):
+                    return onchip.attention(q, k, k, mask=mask, backend="hopper", return_lse=True)
+
+                first = call()
+                for _ in range(1000):
+                    assert all(torch.equal(a, b) for a, b in zip(first, call(), strict=True))
             assert all(int(counter) == 0 for counter in launch._counters.values())
 
         def test_a_graph_has_a_counter_of_its_own(self):
