@@ -165,7 +165,7 @@ def others() -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[], None], 
             torch.testing.assert_close(varlen()[last], alone[0], atol=2e-2, rtol=2e-2)
 
         found[f"64 packed sequences, {name}"] = varlen, check, pairs / (16 * 2048**2)
-        add(f"16 x 2048, {name}", dense, visible=causal if mask else None, mask=mask)
+        add(f"16 x 2048, {name}", dense, visible=None if mask is None else causal, mask=mask)
     return found
 
 
