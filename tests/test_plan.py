@@ -357,3 +357,27 @@ def test_figures_have_a_fit_unit():
     assert [operations(n) for n in (0, 2500, 2.5e6, 2.147e9, 1.7592e13)] == [
         "0 kFLOP", "2.5 kFLOP", "2.5 MFLOP", "2.147 GFLOP", "17.59 TFLOP"
     ]  # fmt: skip
+
+
+def test_what_a_mask_and_a_score_hold_is_stated_and_read_once():
+    shape = (2, 64, 4, 16)
+    table = torch.zeros(9)
+    mod = onchip.mod(lambda s, b, h, q, k, t: s + t[0], table)
+    bias = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    cases = [
+        (onchip.Mask(), None, 0),
+        (onchip.causal(), onchip.Score(softcap=2.0), 0),
+        (onchip.dense(torch.ones(64, 64, dtype=torch.bool)), None, 64 * 64),
+        (onchip.Mask(), onchip.Score(bias=bias), 4 * 64 * 2),
+        (onchip.Mask(), onchip.Score(bias=bias.expand(2, 4, 64, 64)), 4 * 64 * 2),
+        (onchip.Mask(), onchip.Score(sink=torch.zeros(4), alibi=torch.zeros(4), mod=mod), 16 + 16 + 36),
+    ]
+    bare = onchip.plan(shape, shape, shape, device="H200")
+    for mask, score, held in cases:
+        plan = onchip.plan(shape, shape, shape, mask=mask, score=score, device="H200")
+        assert plan.held == held == plan.to_json()["held"]
+        assert ("that the mask and the score hold" in str(plan)) == bool(held)
+        for step in ("forward", "backward"):
+            least = plan.passes("minimum")[step].floor(plan.device).memory
+            assert plan.floor(step).memory == pytest.approx(least + held / plan.device.bandwidth)
+    assert bare.held == 0

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from onchip.layout import Cache, Layout
 from onchip.mask import Mask
 from onchip.problem import Problem, check_types
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
-from onchip.score import Score
+from onchip.score import Mod, Score
 from onchip.units import dtype_name
 
 # The model and the devices are imported where a plan is made: `import onchip` is a quarter quicker without them.
@@ -45,6 +46,7 @@ class Plan:
     extra_memory: int  # bytes beyond inputs, outputs and gradients, forward and backward
     copies: tuple[str, ...]  # the tensors that the backend copies whole before it reads them
     cast_from: torch.dtype | None  # what autocast casts to the problem's dtype before the call
+    held: int  # bytes of tensors that the mask and the score hold, an additive bias for one
     appended: int  # bytes of new keys and values that the call reads, and writes to its cache
     slots: int  # for keys in the cache, used or not
     device_name: str | None  # of a known device, which the times are stated for; None: this machine
@@ -89,10 +91,10 @@ class Plan:
     def floor(self, step: str = "forward") -> Floor:
         """The least time of a pass on the device: its FLOPs at peak, and every input and output moved once.
 
-        What is appended to a cache is read and written once on top.
+        What the mask and the score hold is read once on top; what is appended to a cache is read and written.
         """
         found = self.passes("minimum")[step].floor(self.device)
-        return replace(found, memory=found.memory + 2 * self.appended / self.device.bandwidth)
+        return replace(found, memory=found.memory + (self.held + 2 * self.appended) / self.device.bandwidth)
 
     @cached_property
     def dense_memory(self) -> int:
@@ -127,7 +129,7 @@ class Plan:
         """Plain numbers and strings; without a floor where the device is not known."""
         passes = {name: {s: t.to_json() for s, t in p.items()} for name, p in self.traffic.items()}
         facts = {**vars(self.problem), "dtype": dtype_name(self.problem.dtype)}
-        counts = ("empty", "partial", "full", "pairs", "flops", "extra_memory", "copies")
+        counts = ("empty", "partial", "full", "pairs", "flops", "extra_memory", "held", "copies")
         try:
             device, floors = self.device.name, {step: self.floor(step) for step in self.passes("minimum")}
         except ValueError:  # no known device
@@ -258,6 +260,7 @@ def plan(
         extra_memory=module.extra_memory(problem, tiles),
         copies=_copies(module, three),
         cast_from=given[0].dtype if q_like.dtype is not given[0].dtype else None,
+        held=_held(whole, score),
         appended=new
         * problem.batch
         * problem.heads_k
@@ -292,6 +295,18 @@ def _copies(module: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     """The tensors that a backend cannot address as they lie, by its own `copies(tensor without storage) -> bool`."""
     copies = getattr(module, "copies", None)
     return () if copies is None else tuple(n for n, x in zip("qkv", tensors, strict=True) if copies(x))
+
+
+def _held(mask: Mask, score: Score | None) -> int:
+    """Bytes of the tensors of a mask and a score; what a tensor repeats along a dim counts once."""
+    tensors = list(mask.tensors())
+    if score is not None:
+        tensors += [t for t in (score.bias, score.alibi, score.sink) if t is not None]
+        tensors += score.mod.args if isinstance(score.mod, Mod) else ()
+    return sum(
+        prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step) * t.element_size()
+        for t in tensors
+    )
 
 
 def _home(mask: Mask) -> str:

@@ -2,8 +2,8 @@
 
 Counted from the very schedule of tiles that kernels run, tensor by tensor, for onchip's own order and for those of the
 papers (`orders.py`). What a cache catches between the two memories is not in these counts: `Traffic.least` is what is
-left when it catches every repeated read. Left out: tensors that a mask or score holds (a dense mask, an additive bias),
-tile lists, and partial results of split keys.
+left when it catches every repeated read. Left out: tensors that a mask or score holds (a dense mask, an additive bias;
+`onchip.plan` states their bytes and adds them to its floor), tile lists, and partial results of split keys.
 
 >>> found = compare(problem, layout, mask)  # as onchip.plan(...).traffic does
 >>> found["onchip"]["forward"].bytes, found["standard"]["forward"].bytes
