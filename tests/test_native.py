@@ -216,3 +216,21 @@ def test_few_rows_beside_whole_tiles(dtype, dims):
         zip(("out", "lse", "dq", "dk", "dv"), attend(q, k, v, mask=onchip.dense(visible)), strict=True)
     )
     oracle.assert_close_as_torch(found, q, k, v, dout=torch.ones_like(found["out"]), visible=visible)
+
+
+@pytest.mark.parametrize("backend", ["native", "cpu", "reference"])
+@pytest.mark.parametrize("batch, seqlen_q, seqlen_k", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)])
+@pytest.mark.parametrize("mask", ["none", "where", "union"])
+def test_gradients_of_empty_problems(backend, batch, seqlen_q, seqlen_k, mask):
+    """Every gradient has its tensor's shape and is 0, whatever a bias spreads over."""
+    near = onchip.where(lambda b, h, q, k: abs(q - k) < 3)
+    chosen = {"none": None, "where": near, "union": near | onchip.sinks(0)}[mask]
+    full = (batch, 2, seqlen_q, seqlen_k)
+    for kept in range(16):
+        shape = tuple(size if kept >> axis & 1 else 1 for axis, size in enumerate(full))
+        sizes = (batch, seqlen_q, 2, 8), (batch, seqlen_k, 1, 8), (batch, seqlen_k, 1, 8), shape
+        leaves = [torch.randn(size, requires_grad=True) for size in sizes]
+        score = onchip.Score(bias=leaves[3])
+        out = onchip.attention(*leaves[:3], mask=chosen, score=score, backend=backend)
+        for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+            assert grad.shape == leaf.shape and not grad.any()

@@ -146,3 +146,32 @@ def test_queries_before_the_first_key_turn_backwards():
         args = {"k": k, "v": v, "cache_seqlens": pad, "rotary": rotary, "mask": seen}
         found.append(onchip.attention_with_cache(q, *cache, **args))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+def test_a_negation_that_torch_left_undone(backend):
+    """Kernels read memory, where it still has the other sign: the imaginary part of a conjugate, say."""
+
+    def negated(*shape):
+        x = torch.complex(torch.zeros(*shape), torch.randn(*shape)).conj().imag
+        x = torch._neg_view(x.resolve_neg().neg())  # the same, with its last dim contiguous
+        assert x.is_neg()
+        return x
+
+    q, k, v, dout = negated(2, 9, 4, 16), negated(2, 7, 2, 16), negated(2, 7, 2, 16), negated(2, 9, 4, 16)
+    names, dlse = ("alibi", "bias", "sink"), negated(2, 4, 9)
+    scores = [negated(4), torch.complex(torch.zeros(9, 7), torch.randn(9, 7)).conj().imag, negated(4)]
+
+    def run(done):
+        given = [x.resolve_neg() if done else x for x in (q, k, v, *scores, dout, dlse)]
+        leaves = [x.detach().requires_grad_() for x in given[:6]]
+        options = {"return_lse": True, "backend": backend}
+        score = onchip.Score(**dict(zip(names, leaves[3:], strict=True)))
+        found = onchip.attention(*leaves[:3], score=score, **options)
+        with torch.no_grad():
+            alone = onchip.attention(*leaves[:3], **options)  # without a score, and without a gradient
+            cache = onchip.attention_with_cache(*leaves[:3], cache_seqlens=5, backend=backend)
+        return [*found, *torch.autograd.grad(found, leaves, given[6:]), *alone, cache]
+
+    for left, done in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(left, done)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from onchip import select
 from onchip.backends import Backend
-from onchip.problem import Operands, Problem, Saved
+from onchip.problem import Operands, Problem, Saved, resolved
 from onchip.schedule import Tiles
 
 INPUTS = ("q", "k", "v", "bias", "alibi", "sink")
@@ -41,7 +41,7 @@ class Call:
 
     def bind(self, inputs: tuple[Tensor | None, ...]) -> Operands:
         """The operands with these for their q, k, v, bias, alibi and sink."""
-        q, k, v, bias, alibi, sink = inputs
+        q, k, v, bias, alibi, sink = map(resolved, inputs)
         _, _, _, layout, mask, score, seed = self.operands
         if (bias, alibi, sink) != (None, None, None):
             score = replace(score, bias=bias, alibi=alibi, sink=sink)
@@ -62,6 +62,8 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
             for t in tensors:
                 if t is not None and t.requires_grad:
                     return _Attention.apply(call, *tensors)[:2]  # type: ignore[misc]
+        if any(t is not None and t.is_neg() for t in tensors):
+            operands = call.bind(tensors)
         return call.backend.forward(call.problem, operands, call.tiles)[:2]
     return _Transformed.apply(call, *tensors)[:2]  # type: ignore[misc]
 
@@ -140,6 +142,7 @@ class _AttentionGrad(torch.autograd.Function):
     ):
         saved = Saved(out, lse, rest, needs)
         backend = select.backward_of(call.backend)
+        dout, dlse = resolved(dout), resolved(dlse)  # type: ignore[assignment]
         grads = backend.backward(call.problem, call.bind(inputs), saved, dout, dlse, call.tiles)
         return tuple(getattr(grads, name) for name in INPUTS)
 

@@ -121,6 +121,11 @@ class Grads(NamedTuple):
     sink: Tensor | None = None
 
 
+def resolved(x: Tensor | None) -> Tensor | None:
+    """The tensor as its memory holds it, which is what kernels read: torch may leave a negation to be done (is_neg)."""
+    return x.resolve_neg() if x is not None and x.is_neg() else x
+
+
 def state(
     q: Any,
     k: Any,

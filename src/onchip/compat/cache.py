@@ -55,7 +55,10 @@ def attend_cache(
     ):
         start = torch.as_tensor(cache_seqlens if rotary_start is None else rotary_start, device=q.device)
         start = start.expand(q.shape[0])[:, None]
-        rotary.check(q.shape[-1], None)
+        last = None  # a graph, and the host beside a GPU, does not know it
+        if q.device.type == "cpu" and not torch.compiler.is_compiling() and start.numel():
+            last = int(start.max()) + max(k.shape[1], q.shape[1] if spread else 1) - 1
+        rotary.check(q.shape[-1], last, q.device)
         q = rotary.rotate(q, start + torch.arange(q.shape[1] if spread else 1, device=q.device))
         k = rotary.rotate(k, start + torch.arange(k.shape[1], device=q.device))
         rotary = None

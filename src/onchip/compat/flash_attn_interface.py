@@ -95,7 +95,7 @@ def flash_attn_qkvpacked_func(
     else:
         if num_heads_q is None:
             raise ValueError(f"num_heads_q: is None, expected an int for qkv of shape {tuple(qkv.shape)}")
-        if qkv.dim() != 4 or (qkv.shape[2] - num_heads_q) % 2:
+        if qkv.dim() != 4 or qkv.shape[2] <= num_heads_q or (qkv.shape[2] - num_heads_q) % 2:
             raise ValueError(
                 f"qkv: has shape {tuple(qkv.shape)}, expected (batch, seqlen, {num_heads_q} + 2 * heads_k, dim)"
             )
@@ -128,6 +128,11 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     out_partial (splits, batch, seqlen, heads, dim) or (splits, total, heads, dim), lse_partial the same without dim;
     out is filled where given, else of out_dtype (out_partial's by default). softmax_lse is shaped as one split's.
     """
+    if out_partial.shape[:1] != lse_partial.shape[:1]:
+        raise ValueError(
+            f"lse_partial: has shape {tuple(lse_partial.shape)}, expected {len(out_partial)} splits first as "
+            f"out_partial of shape {tuple(out_partial.shape)}"
+        )
     wide = out_partial.to(torch.promote_types(out_partial.dtype, torch.float32))
     merged, lse = onchip.merge([(o, s.transpose(-1, -2)) for o, s in zip(wide, lse_partial, strict=True)])
     merged = merged.to(out_dtype or out_partial.dtype) if out is None else out.copy_(merged)

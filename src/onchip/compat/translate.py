@@ -22,6 +22,8 @@ def band(causal: bool, left: int | None, right: int | None, *, chunk: int = 0) -
 
 def parts(name: str, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
     """q, k and v of a packed tensor: `count` of them, side by side in a dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if x.dim() <= dim or x.shape[dim] != count:
         inner = "heads, dim" if count == 3 else "heads_k, dim"
         outer = "total" if dim == 1 else "batch, seqlen"
@@ -113,9 +115,13 @@ def dequantized(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None = N
     x = x.to(torch.bfloat16)
     if descale is None:
         return x
-    if descale.dim() != 2 or x.shape[-2] % max(descale.shape[1], 1):
+    if not isinstance(descale, Tensor):
+        raise TypeError(f"descale: got {type(descale).__name__}, expected a tensor (batch, heads_k)")
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if descale.dim() != 2 or descale.shape[0] != batch or x.shape[-2] % max(descale.shape[1], 1):
         raise ValueError(
-            f"descale: has shape {tuple(descale.shape)}, expected (batch, heads_k) for {x.shape[-2]} heads"
+            f"descale: has shape {tuple(descale.shape)}, expected (batch, heads_k) for a batch of {batch} and "
+            f"{x.shape[-2]} heads"
         )
     heads = descale.repeat_interleave(x.shape[-2] // descale.shape[1], 1)
     rows = heads[:, None] if cu_seqlens is None else heads[offsets(cu_seqlens, x)[0]]

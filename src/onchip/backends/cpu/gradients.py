@@ -45,6 +45,9 @@ class ScoreGrads:
         of its own, small, and each chunk of the keys where the keys are summed over.
         """
         problem = self.problem
+        if 0 in shape:  # nothing to sum, and no room that says so
+            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2])
+            return
         if shape[2] > 1 and shape[3] > 1:
             call.join_batch, call.join_heads = int(shape[0] == 1), int(shape[1] == 1)
             self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2])

@@ -216,7 +216,8 @@ def _run_backward(call: arguments.Call, problem: Problem, operands: Operands) ->
 def with_last(pieces: Iterable) -> Iterator:
     """Each piece, and whether it is the last of its sequences."""
     found = list(pieces)
-    for (members, region), (following, _) in zip(found, [*found[1:], (None, None)], strict=True):
+    after = [*(members for members, _ in found[1:]), None]
+    for (members, region), following in zip(found, after, strict=False):  # a batch of 0 has no pieces
         yield members, region, members != following
 
 

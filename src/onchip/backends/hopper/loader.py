@@ -59,31 +59,33 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
     t = with_rows(gl.program_id(0), work, C)
     n_phase = publish(t, n_phase, shared, C)
     early = gl.to_tensor(0)  # whether this tile's queries were loaded beside the last tile's blocks
-    join(EMPTY + at.slot, THREADS)
-    mbarrier.arrive(shared.full.index(at.slot), count=1)  # no values come with the first keys
-    while t < work.n_tiles:
-        tile = tile_at(t, work, C)
-        for position in range(tile.blocks):
-            key = block_at(tile, work, position, C)
-            mbarrier.expect(shared.full.index(at.slot), C.tile_n * C.dim * 2)
-            load_keys(k_desc, shared.full.index(at.slot), shared.k.index(at.slot), tile, key, C)
-            if (position == 0) & (early == 0):
-                load_tile_queries(t, turn, shared, q_desc, work, C)
-            if (position > 0) & (position == tile.blocks - 2):
-                # Late in a long tile: a program that drew earlier could take two long ones while others run out of
-                # them. But not before a tile's second keys: a warpgroup may need those to let the queries go.
-                t, n_phase = following(t, n_phase, shared, work, C)
-                if t < work.n_tiles:
-                    load_tile_queries(t, turn ^ 1, shared, q_desc, work, C)
-            at = at.next()
-            join(EMPTY + at.slot, THREADS)
-            mbarrier.expect(shared.full.index(at.slot), C.tile_n * C.dim_v * 2)
-            load_keys(v_desc, shared.full.index(at.slot), shared.v.index(at.slot), tile, key, C)
-        early = (tile.blocks > 2).to(gl.int32)
-        if tile.blocks <= 2:
-            t, n_phase = following(t, n_phase, shared, work, C)
-        turn ^= 1
-    mbarrier.arrive(shared.full.index(at.slot), count=1)  # no keys come with the last values
-    for _ in gl.static_range(C.stages):  # every slot comes back, so that no barrier is left half counted
-        at = at.next()
+    if t < work.n_tiles:  # else no warpgroup takes a step, and every slot comes back as it is
         join(EMPTY + at.slot, THREADS)
+        mbarrier.arrive(shared.full.index(at.slot), count=1)  # no values come with the first keys
+        while t < work.n_tiles:
+            tile = tile_at(t, work, C)
+            for position in range(tile.blocks):
+                key = block_at(tile, work, position, C)
+                mbarrier.expect(shared.full.index(at.slot), C.tile_n * C.dim * 2)
+                load_keys(k_desc, shared.full.index(at.slot), shared.k.index(at.slot), tile, key, C)
+                if (position == 0) & (early == 0):
+                    load_tile_queries(t, turn, shared, q_desc, work, C)
+                if (position > 0) & (position == tile.blocks - 2):
+                    # Late in a long tile: a program that drew earlier could take two long ones while others run out of
+                    # them. But not before a tile's second keys: a warpgroup may need those to let the queries go.
+                    t, n_phase = following(t, n_phase, shared, work, C)
+                    if t < work.n_tiles:
+                        load_tile_queries(t, turn ^ 1, shared, q_desc, work, C)
+                at = at.next()
+                join(EMPTY + at.slot, THREADS)
+                mbarrier.expect(shared.full.index(at.slot), C.tile_n * C.dim_v * 2)
+                load_keys(v_desc, shared.full.index(at.slot), shared.v.index(at.slot), tile, key, C)
+            early = (tile.blocks > 2).to(gl.int32)
+            if tile.blocks <= 2:
+                t, n_phase = following(t, n_phase, shared, work, C)
+            turn ^= 1
+        mbarrier.arrive(shared.full.index(at.slot), count=1)  # no keys come with the last values
+        at = at.next()
+    for _ in gl.static_range(C.stages):  # every slot comes back, so that no barrier is left half counted
+        join(EMPTY + at.slot, THREADS)
+        at = at.next()
