@@ -5,17 +5,14 @@ slow, so each run without a GPU takes one share of the contract and the cases in
 ONCHIP_INTERPRETER_SHARE=0/10, 1/10, ... repeats it, =3/20 is a smaller one, and =all runs the whole.
 """
 
-import faulthandler
 import os
 import random
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 SHARES = 10
-HUNG = 180  # seconds
 
 collect_ignore = []
 if not torch.cuda.is_available():
@@ -40,12 +37,3 @@ def pytest_collection_modifyitems(items):
     contract = [item for item in items if item.path.name in large]
     kept = set(contract[part::parts])
     items[:] = [item for item in items if item not in contract or item in kept]
-
-
-@pytest.fixture(autouse=True)
-def watchdog():
-    """A kernel that hangs cannot be interrupted: the process ends, and says where it stood."""
-    if torch.cuda.is_available():
-        faulthandler.dump_traceback_later(HUNG, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
