@@ -362,3 +362,24 @@ def test_modules(module):
         assert torch.equal(layer(q, kv), want)
         flat = layer(q.flatten(0, 1), kv.flatten(0, 1), None, starts, 9, starts, 9)
         assert torch.equal(flat, want.flatten(0, 1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("version", [2, 3])
+def test_rotary_tables_that_end_too_early(causal, seqlen_q, version):
+    """An error wherever q and k are turned, never the last row again; tables that just reach are taken."""
+    from onchip.compat import flash_attn_interface as fa3
+
+    call = (flash_attn if version == 2 else fa3).flash_attn_with_kvcache
+    q, new = torch.randn(2, seqlen_q, 2, 16), torch.randn(2, 2, 2, 16)
+    last = 6 + max(2, seqlen_q if causal else 1) - 1  # the second sequence has 6 keys
+    for positions in (last, last + 1):
+        cache, table = torch.zeros(2, 20, 2, 16), torch.randn(positions, 8)
+        options = {"rotary_cos": table, "rotary_sin": table, "causal": causal, "cache_seqlens": cu([4, 6])}
+        if positions > last:
+            call(q, cache, cache.clone(), new, new, **options)
+            continue
+        with pytest.raises(ValueError, match=f"cos has {positions} positions, expected at least {last + 1}"):
+            call(q, cache, cache.clone(), new, new, **options)
+        assert not cache.any()

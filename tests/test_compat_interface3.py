@@ -292,3 +292,18 @@ def test_private_backward_agrees_with_autograd(layout):
     for ours, theirs in zip(given, truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert delta.shape == lse.shape
+
+
+def test_errors_name_the_argument():
+    """Not what torch says of the operation that they break."""
+    q, k = (torch.randn(2, n, h, 16).to(torch.float8_e4m3fn) for n, h in ((9, 4), (7, 2)))
+    for wrong in (torch.ones(3, 2), torch.ones(2, 3), torch.ones(2)):
+        with pytest.raises(ValueError, match="descale: has shape"):
+            fa3.flash_attn_func(q, k, k, q_descale=wrong)
+    with pytest.raises(TypeError, match="descale: got float"):
+        fa3.flash_attn_func(q, k, k, q_descale=2.0)
+    for heads in (5, 8, 10):
+        with pytest.raises(ValueError, match=r"qkv: has shape \(2, 5, 8, 16\)"):
+            fa3.flash_attn_qkvpacked_func(torch.randn(2, 5, 8, 16), num_heads_q=heads)
+    with pytest.raises(ValueError, match="lse_partial: has shape"):
+        fa3.flash_attn_combine(torch.randn(3, 2, 5, 4, 8), torch.randn(2, 2, 5, 4))

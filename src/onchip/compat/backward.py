@@ -88,7 +88,7 @@ def _run(
     else:
         cu_q, cu_k, used_q, used_k = lengths
         layout, kind = varlen_layout(q, k, v, cu_q, cu_k, longest[0], longest[1], used_q, used_k), "varlen"
-    q, k, v, out, dout = map(problems.resolved, (q, k, v, out, dout))
+    q, k, v, out, dout = map(problems.resolved, (q, k, v, out, dout))  # type: ignore[assignment]
     options = {"scale": scale, "dropout": dropout, "deterministic": deterministic}
     problem = problems.state(q, k, v, layout, kind, mask, score, **options)
     chosen = select.load(select.choose(problem, backend))

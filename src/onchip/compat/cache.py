@@ -31,8 +31,9 @@ def attend_cache(
     """(out, lse) over a cache. rotary_start: the position of the first new key and query, where it is not
     cache_seqlens; spread: queries stand behind one another (causal or local), else all at the first position."""
     options["scale"] = number(options.get("scale"))
+    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if cache_seqlens is None:
-        cache_seqlens = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+        cache_seqlens = capacity
     if qv is not None and k is not None:
         raise NotImplementedError(
             "qv: with k to append is not supported; append first, then call without k and v"
@@ -53,12 +54,14 @@ def attend_cache(
         and k is not None
         and (rotary_start is not None or not spread or q.shape[1] != k.shape[1])
     ):
-        start = torch.as_tensor(cache_seqlens if rotary_start is None else rotary_start, device=q.device)
+        used = torch.as_tensor(cache_seqlens, device=q.device)
+        start = used if rotary_start is None else torch.as_tensor(rotary_start, device=q.device)
         start = start.expand(q.shape[0])[:, None]
         last = None  # a graph, and the host beside a GPU, does not know it
-        if q.device.type == "cpu" and not torch.compiler.is_compiling() and start.numel():
-            last = int(start.max()) + max(k.shape[1], q.shape[1] if spread else 1) - 1
-        rotary.check(q.shape[-1], last, q.device)
+        if q.device.type == "cpu" and not torch.compiler.is_compiling() and q.shape[0]:
+            if int(used.max()) + k.shape[1] <= capacity:  # else onchip's own error says so
+                last = int(start.max()) + max(k.shape[1], q.shape[1] if spread else 1) - 1
+        rotary.check(q.shape[-1], last)
         q = rotary.rotate(q, start + torch.arange(q.shape[1] if spread else 1, device=q.device))
         k = rotary.rotate(k, start + torch.arange(k.shape[1], device=q.device))
         rotary = None
