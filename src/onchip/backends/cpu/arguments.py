@@ -42,7 +42,7 @@ def _fields() -> list[tuple[str, Any]]:
         .scale .softcap *alibi alibi_batch alibi_head *bias bias_dtype bias_batch bias_head bias_q bias_k *sink
         drops threshold seed .keep_scale
         *dbias *dalibi dbias_chunk dbias_batch dbias_head dbias_q dbias_k join_batch join_heads
-        splits chunks *dq_parts last threads
+        splits chunks *dq_parts last threads recomputed
     """
     kinds = {"*": _POINTER, ".": _DOUBLE}
     return strided + [(name.lstrip("*."), kinds.get(name[0], _INT)) for name in names.split()]
@@ -80,6 +80,7 @@ def state(problem: Problem, operands: Operands, keep: list) -> Call:
         scale=problem.scale,
         splits=problem.num_splits,
         threads=torch.get_num_threads(),
+        recomputed=recomputed(operands),
     )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         place(call, name, tensor)
@@ -92,6 +93,14 @@ def state(problem: Problem, operands: Operands, keep: list) -> Call:
         call.seed = operands.seed - (1 << 64) * (operands.seed >= 1 << 63)
         call.keep_scale = 1.0 / (1.0 - problem.dropout) if problem.dropout < 1 else 0.0
     return call
+
+
+def recomputed(operands: Operands) -> bool:
+    """Whether a backward pass may follow. Its weights are only as good as lse is of the very scores it computes."""
+    q, k, v, _, _, score, _ = operands
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return any(t is not None and t.requires_grad for t in (score.bias, score.alibi, score.sink))
 
 
 def unit(tensor: Tensor, keep: list) -> Tensor:

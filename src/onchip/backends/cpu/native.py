@@ -118,6 +118,7 @@ def _forward_plain(problem: Problem, operands: Operands, run: Any) -> Output:
     lse, rest = torch.empty((batch, heads, seqlen_q)), torch.empty((batch, heads, seqlen_q))
     call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     call.lse, call.rest, call.threads = lse.data_ptr(), rest.data_ptr(), torch.get_num_threads()
+    call.recomputed = arguments.recomputed(operands)
     run(ctypes.byref(call))
     return Output(out, lse, rest)
 

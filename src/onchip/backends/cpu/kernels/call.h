@@ -53,6 +53,7 @@ struct Call {
   float* dq_parts;         // (chunks, ...) sums of dq where there are several chunks or calls, else null
   int64_t last;            // whether this call is the last to add to dq_parts
   int64_t threads;
+  int64_t recomputed;  // whether a backward pass follows: its scores are those of whole tiles, to the last bit
 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -18,7 +18,7 @@ struct Worker : Tile {
 
   Worker(const Call& call, const Plan& p) : Tile(call), plan(p) {}
   Part& part(int64_t i) const { return ((Part*)parts_.data)[i]; }
-  static bool dots(const Rows& r) { return r.count <= DOT_ROWS; }
+  bool dots(const Rows& r) const { return r.count <= plan.dot_rows; }
 
   // The blocks of a piece through one split of their keys; `partial`: room for what each leaves, to be joined.
   void run(int64_t piece, int64_t split, float* partial) {

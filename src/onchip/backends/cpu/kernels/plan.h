@@ -8,6 +8,7 @@ constexpr int DOT_ROWS = VL >= 8 ? 8 : 4;  // at most so many rows are worth dot
 
 struct Plan {
   const Call& call;
+  const int64_t dot_rows;  // at most so many rows of a block are taken by dot products, whose sums are of another order
   // Where all rows are few, reading K and V is the work: a piece is the blocks of all heads, whose keys lie side by side.
   // Else it is a few blocks of one head, for which a tile of keys is packed once, and as many as fit a core's L2.
   bool decoding, neighbours;  // neighbours: whether K and V of all heads of a key lie side by side then
@@ -16,7 +17,7 @@ struct Plan {
   Buffer starts;              // of each sequence: its first block, its first piece
 
   explicit Plan(const Call& c)
-      : call(c), decoding((c.q_to - c.q_from) * c.heads_q <= DOT_ROWS * c.heads_k),
+      : call(c), dot_rows(c.recomputed ? 0 : DOT_ROWS), decoding((c.q_to - c.q_from) * c.heads_q <= dot_rows * c.heads_k),
         neighbours(decoding && c.k.head == c.dim * size_of(c.dtype) && c.v.head == c.dim_v * size_of(c.dtype)), splits(c.splits),
         starts((c.n_members + 1) * 16) {
     const int64_t dims = most<int64_t>(c.dim + c.dim_v, 1);
