@@ -55,7 +55,7 @@ def allocate(KIND: gl.constexpr, C: Variant):
     """Shared memory for tiles of numbers of KIND, its barriers ready for their first phase."""
     k = _tiles(C.stages, C.tile_n, C.dim, KIND)
     v = _tiles(C.stages, C.tile_n, C.dim_v, KIND)
-    held = k
+    held = k  # what a variant has no place for is never used, but a field must hold something
     q = k
     out = k
     if C.held > 0:

@@ -14,7 +14,7 @@ class Config(NamedTuple):
     held: int = 0  # columns of the queries that stay in registers: all, half of them, or none
     ping_pong: bool = False  # the warpgroups issue their products in turn
     settle: bool = (
-        False  # without a mask in between, a softmax is held before the wait for values (`parts.computed`)
+        False  # where no mask stands between, softmax is held before the wait for values (`parts.computed`)
     )
 
     @property
