@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import onchip
+import onchip.compat.flash_attn as fa2
 import onchip.compat.flash_attn_interface as fa3
 import oracle
 from checks import qkv
@@ -307,3 +308,13 @@ def test_errors_name_the_argument():
             fa3.flash_attn_qkvpacked_func(torch.randn(2, 5, 8, 16), num_heads_q=heads)
     with pytest.raises(ValueError, match="lse_partial: has shape"):
         fa3.flash_attn_combine(torch.randn(3, 2, 5, 4, 8), torch.randn(2, 2, 5, 4))
+
+
+@pytest.mark.parametrize("wrong", [3, (1,), (1, 2, 3), None])
+@pytest.mark.parametrize("module", [fa2, fa3])
+def test_a_window_that_is_no_pair(module, wrong):
+    q, cache = torch.randn(2, 9, 4, 16), torch.randn(2, 32, 4, 16)
+    with pytest.raises(TypeError, match="window_size: got .*, expected a pair"):
+        module.flash_attn_func(q, q, q, window_size=wrong)
+    with pytest.raises(TypeError, match="window_size: got .*, expected a pair"):
+        module.flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=7, window_size=wrong)

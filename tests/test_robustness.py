@@ -126,6 +126,14 @@ def test_sparse_tensors_and_backends_of_other_types():
         onchip.attention(q, k, v, backend=["cpu"])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(layout):
+    q = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=layout)
+    with pytest.raises(TypeError, match="q: is nested"):
+        onchip.attention(q, q, q)
+
+
 def test_a_cache_of_another_dtype_than_autocast():
     cache = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4)
     new = torch.ones(1, 1, 1, 4)

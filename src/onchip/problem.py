@@ -234,8 +234,9 @@ def check_strided(names: tuple[str, str, str], tensors: tuple[Any, Any, Any], di
     for name, x in zip(names, tensors):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor {_axes(dims)}")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name}: has layout {x.layout}, expected a strided tensor {_axes(dims)}")
+        if x.layout is not torch.strided or x.is_nested:
+            kind = "is nested" if x.is_nested else f"has layout {x.layout}"
+            raise TypeError(f"{name}: {kind}, expected a strided tensor {_axes(dims)}")
 
 
 def _axes(dims: int) -> str:

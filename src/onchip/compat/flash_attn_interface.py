@@ -16,7 +16,7 @@ from onchip.compat.backward import gradients
 from onchip.compat.cache import attend_cache
 from onchip.compat.flash_attn.flash_attn_interface import maybe_contiguous, round_multiple
 from onchip.compat.missing import refuse
-from onchip.compat.translate import attend, band, dequantized, parts, scoring, widened
+from onchip.compat.translate import attend, band, dequantized, parts, scoring, sides, widened
 
 __getattr__ = refuse(
     __name__, "round_up_headdim", "setup_context", "_backward",
@@ -54,7 +54,7 @@ def _run(
         dequantized(x, d, cu) for x, d, cu in zip((q, k, v), descales, (cu_q, cu_k, cu_k), strict=True)
     )
     q, k = widened(q, k, v, qv)
-    mask = band(causal, *window_size, chunk=attention_chunk)
+    mask = band(causal, *sides(window_size), chunk=attention_chunk)
     return attend(
         q,
         k,
@@ -167,8 +167,8 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         rotary=None if rotary_cos is None else onchip.Rotary(rotary_cos, rotary_sin, rotary_interleaved),
         rotary_start=None if rotary_seqlens is None and cache_leftpad is None else start,  # type: ignore[arg-type]
-        spread=causal or window_size[0] >= 0 or window_size[1] >= 0,
-        mask=band(causal, *window_size, chunk=attention_chunk), score=scoring(softcap), scale=softmax_scale,
+        spread=causal or any(side is not None and side >= 0 for side in sides(window_size)),
+        mask=band(causal, *sides(window_size), chunk=attention_chunk), score=scoring(softcap), scale=softmax_scale,
     )  # fmt: skip
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 

@@ -20,6 +20,13 @@ def band(causal: bool, left: int | None, right: int | None, *, chunk: int = 0) -
     return (_band if torch.compiler.is_compiling() else _kept_band)(causal, left, right, chunk)
 
 
+def sides(window_size: Any) -> tuple[Any, Any]:
+    """left and right of FlashAttention's window_size."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size: got {window_size!r}, expected a pair (left, right)")
+    return window_size[0], window_size[1]
+
+
 def parts(name: str, x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
     """q, k and v of a packed tensor: `count` of them, side by side in a dimension."""
     if not isinstance(x, Tensor):

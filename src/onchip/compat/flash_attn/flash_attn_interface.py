@@ -16,7 +16,7 @@ import onchip
 from onchip.compat.backward import gradients
 from onchip.compat.cache import attend_cache
 from onchip.compat.missing import refuse
-from onchip.compat.translate import attend, band, parts, scoring
+from onchip.compat.translate import attend, band, parts, scoring, sides
 from onchip.compat.weights import draw_seed, probabilities
 
 __getattr__ = refuse(
@@ -44,7 +44,7 @@ def _run(
     **lengths: Any,
 ):  # fmt: skip
     common = {
-        "mask": band(causal, *window_size),
+        "mask": band(causal, *sides(window_size)),
         "score": scoring(softcap, alibi_slopes),
         "scale": softmax_scale,
         **lengths,
@@ -129,7 +129,7 @@ def flash_attn_varlen_func(
             raise NotImplementedError("block_table: with dropout_p or return_attn_probs is not supported")
         out, _ = attend_cache(
             q, k, v, cache_seqlens=cu_seqlens_k.diff(), cu_q=cu_seqlens_q, max_q=max_seqlen_q, page_table=block_table,
-            mask=band(causal, *window_size), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
+            mask=band(causal, *sides(window_size)), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
         )  # fmt: skip
         return out
     return _run(
@@ -189,7 +189,7 @@ def flash_attn_with_kvcache(
     Rotary turns k to its positions, counted from cache_leftpad; q to the same where causal or a window is set, else
     all of q to the position of the first new key.
     """
-    left, right = window_size
+    left, right = sides(window_size)
     start = None
     if cache_leftpad is not None and rotary_cos is not None and cache_seqlens is not None:
         start = cache_seqlens - cache_leftpad
