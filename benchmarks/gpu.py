@@ -9,18 +9,14 @@ share of it under a mask), 2.5 times that backward.
 
 import argparse
 import functools
-import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
+from record import write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onchip
@@ -228,21 +224,8 @@ def main() -> None:
     }
     for part in args.parts.split(","):
         parts[part]()
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-        about = {
-            "date": date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "versions": {
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "python": platform.python_version(),
-            },
-            "commit": commit,
-            "regime": f"cool: {args.pause} s idle before each of {args.repeats} measurements, interleaved, medians",
-        }
-        args.out.write_text(json.dumps({**about, "results": record}, indent=1) + "\n")
+        regime = f"cool: {args.pause} s idle before each of {args.repeats} measurements, interleaved, medians"
+        write(args.out, record, regime)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,14 @@ with cuDNN's; other problems' are checked on sampled rows against float64. FLOPs
 
 import argparse
 import itertools
-import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
+from record import write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import onchip
@@ -182,6 +178,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fa3", type=Path, help="the library _C.abi3.so of the wheel fa3-fwd")
+    parser.add_argument("--fa3-version", default="unknown", help="of the wheel that the library is from")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.1, help="seconds of idling before a measurement")
@@ -196,28 +193,22 @@ def main() -> None:
         rates = cell(dim, seqlen, causal, options.fa3 is not None, options.rounds, options.pause)
         ratios.append(record(results, rates, dim, seqlen, causal))
     print("geometric mean:", round(statistics.geometric_mean(ratios), 4), flush=True)
+    regime = f"cool: {options.pause} s idle before each, CUDA graphs, interleaved, medians of {options.rounds} rounds"
+    versions = {"cudnn": str(torch.backends.cudnn.version())}
+    if options.fa3 is not None:
+        versions["fa3-fwd"] = options.fa3_version
+
+    def keep() -> None:
+        if options.out is not None:
+            write(options.out, results, regime, options.commit, **versions)
+
+    keep()  # whatever becomes of the rest
     for name, (call, check, share) in others().items():
         check()
         (ms,) = interleaved({"onchip": captured(call)}, 4, options.rounds + 1, options.pause).values()
         results.append({"case": "other", "name": name, "ms": ms, "share": share})
         print(name, round(ms, 3), share, flush=True)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    about = {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "fa3-fwd": "0.0.3",
-            "cudnn": str(torch.backends.cudnn.version()),
-        },
-        "commit": options.commit or git.stdout.strip(),
-        "regime": f"cool: {options.pause} s idle before each, CUDA graphs, interleaved, "
-        f"medians of {options.rounds} rounds",
-    }
-    if options.out is not None:
-        options.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    keep()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import json
 import shutil
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 
 import torch
+from record import write
 
 from onchip import orders, traffic
 from onchip.bench import peers, run
@@ -122,13 +122,8 @@ def main() -> None:
                     row["error"] = f"{type(error).__name__}: {error}"
                 results.append(row)
                 print(json.dumps(row), flush=True)
-    about = {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__},
-        "regime": "one warm call under ncu --clock-control none --cache-control none, summed over its kernels",
-    }
-    args.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    regime = "one warm call under ncu --clock-control none --cache-control none, summed over its kernels"
+    write(args.out, results, regime)
 
 
 if __name__ == "__main__":

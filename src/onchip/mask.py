@@ -108,8 +108,7 @@ class Rows:
             if isinstance(top, Tensor):  # on a GPU a look would be a wait: see `inputs`
                 top = int(top.max()) if top.device.type == "cpu" and top.numel() else 0
             if top > problem.seqlen_k:
-                limit = f"expected at most seqlen_k = {problem.seqlen_k}"
-                raise ValueError(f"{self.name}: got length {top}, {limit}")
+                raise ValueError(f"{self.name}: got length {top}, expected at most {problem.seqlen_k} keys")
 
     def __repr__(self) -> str:
         return f"{self.name}({_brief(self.value)})"
