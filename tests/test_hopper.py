@@ -142,23 +142,25 @@ def test_sections_divide_the_heads(shape):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_keys_that_nobody_sees(packed):
-    q_lens, k_lens, heads, heads_k = (5, 9), (30, 21), 4, 2
+    heads, heads_k = 4, 2
+    q_lens, k_lens = ((5, 9, 0, 2), (30, 21, 4, 0)) if packed else ((9, 9), (30, 30))
+    starts = [sum(k_lens[:b]) for b in range(len(k_lens) + 1)]
     fn = lambda b, h, q, k: ((k + h) % 3 == 0) & (k > 2 * b) & (k < q + 11)  # noqa: E731
     mask = onchip.where(fn)
-    shape = (51, heads_k, 8) if packed else (2, 30, heads_k, 8)
-    q, v = torch.randn(14 if packed else 2, *(() if packed else (9,)), heads, 8), torch.randn(shape)
+    shape = (starts[-1], heads_k, 8) if packed else (2, 30, heads_k, 8)
+    q, v = torch.randn(*((sum(q_lens),) if packed else (2, 9)), heads, 8), torch.randn(shape)
     if packed:
-        cu_q, cu_k = torch.tensor([0, 5, 14]), torch.tensor([0, 30, 51])
-        layout, name = Varlen(cu_q, cu_k, None, None, 9, 30), "varlen"
+        cu_q = torch.tensor([sum(q_lens[:b]) for b in range(len(q_lens) + 1)])
+        layout, name = Varlen(cu_q, torch.tensor(starts), None, None, 9, 30), "varlen"
     else:
-        q_lens, k_lens, layout, name = (9, 9), (30, 30), problems.dense_layout(q, v, v), "dense"
+        layout, name = problems.dense_layout(q, v, v), "dense"
     problem = problems.state(q, v, v, layout, name, mask, onchip.Score())
     operands = Operands(q, v, v, layout, mask, onchip.Score())
     hidden = unseen(problem, operands)
-    for b in range(2):
-        own = hidden[(0, 30)[b] : (30, 51)[b]] if packed else hidden[b]
-        h, i, k = torch.meshgrid(*(torch.arange(n) for n in (heads, q_lens[b], k_lens[b])), indexing="ij")
-        seen = fn(b, h, i, k).any(1).view(heads_k, 2, -1).any(1)
+    for b, k_len in enumerate(k_lens):
+        own = hidden[starts[b] : starts[b + 1]] if packed else hidden[b]
+        h, i, k = torch.meshgrid(*(torch.arange(n) for n in (heads, q_lens[b], k_len)), indexing="ij")
+        seen = fn(b, h, i, k).any(1).view(heads_k, 2, k_len).any(1)
         assert torch.equal(own, ~seen.mT)
     if not packed:
         assert torch.equal(unseen_now(problem, operands).expand_as(hidden), hidden)

@@ -102,6 +102,14 @@ def packed(given, heads, dim, *, used=False, grads=True, **options):
     return results(given, call, (q, k, v), grads)
 
 
+def told(given):
+    """A mask that asks tables about every pair of `packed`, whose sequences have 133 queries and use 150 keys at most."""
+    ids = given.chosen(4, 133).int()
+    return onchip.where(far, given.table(4, 150)) & (
+        onchip.documents(ids, ids_k=given.chosen(1, 150).int()) | onchip.window(9, 9)
+    )
+
+
 def shifted(x):
     """The same numbers, at an address that is no multiple of 16 bytes."""
     longer = torch.cat([x.flatten()[:1], x.flatten()])
@@ -137,6 +145,11 @@ def _(given):
 @case("triton", "packed, an empty sequence, unused rows")
 def _(given):
     return packed(given, (4, 2), 64, used=True, mask=onchip.causal())
+
+
+@case("triton", "packed, where and documents")
+def _(given):
+    return packed(given, (4, 2), 64, used=True, mask=told(given))
 
 
 @case("triton", "packed, dropout")
@@ -319,6 +332,11 @@ def _(given):
 @case("hopper", "packed, unused rows, dim 128")
 def _(given):
     return packed(given, (4, 2), 128, used=True, grads=False)
+
+
+@case("hopper", "packed, where and documents")
+def _(given):
+    return packed(given, (4, 2), 64, used=True, mask=told(given), grads=False)
 
 
 @case("hopper", "packed, dim 256")

@@ -46,6 +46,12 @@ class Scores(NamedTuple):
 
 
 @triton.jit
+def within(position, length):
+    """Positions that a function of the user may read a table at: a pair that does not exist asks about one that may."""
+    return tl.maximum(tl.minimum(position, length - 1), 0)
+
+
+@triton.jit
 def visible_pairs(band, rows: Rows, args, b, h, q, k, q_len, k_len, FN: tl.constexpr):
     """Which pairs of a tile are visible; q and k broadcast against one another."""
     lo = None
@@ -57,7 +63,7 @@ def visible_pairs(band, rows: Rows, args, b, h, q, k, q_len, k_len, FN: tl.const
         hi = tl.load(rows.hi + b.to(tl.int64) * rows.batch + q.to(tl.int64) * rows.row, mask=inside, other=0)
     visible = allow(q, k, q_len, k_len, band, lo, hi)
     if FN is not None:
-        visible = visible & FN(b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), q_len, k_len, args)
+        visible = visible & FN(b, h, within(q, q_len), within(k, k_len), q_len, k_len, args)
     return visible
 
 
@@ -77,8 +83,6 @@ def modified(s, score: Scores, b, h, q, k, q_len, k_len, MOD: tl.constexpr):
     before = modify(s, tanh, score.softcap, slope, distance, bias)
     after = before
     if MOD is not None:
-        after = MOD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(
-            tl.float32
-        )
+        after = MOD(before, b, h, within(q, q_len), within(k, k_len), score.args).to(tl.float32)
         after = tl.broadcast_to(after, before.shape)
     return after, before

@@ -41,7 +41,7 @@ def _seen(problem: Problem, mask: Mask, b: int, q_len: int, k_len: int, by_head:
     for q0 in range(0, q_len, at_once):
         region = Region(batch, 0, heads, q0, min(q0 + at_once, q_len), 0, k_len, q_len, k_len)
         seen |= mask.allow(region).any(2)[0]
-    return seen.view(problem.heads_k, -1, k_len).any(1) if heads > 1 else seen
+    return seen.unflatten(0, (problem.heads_k, -1)).any(1) if heads > 1 else seen
 
 
 def unseen_now(problem: Problem, operands: Operands) -> Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from onchip.backends.compiled.rules import modify_grad, spans, tanh
-from onchip.backends.compiled.terms import Rows, Scores, modified, visible_pairs
+from onchip.backends.compiled.terms import Rows, Scores, modified, visible_pairs, within
 from onchip.backends.triton.parts import (
     LENGTHS,
     LOG2E,
@@ -93,9 +93,7 @@ def weights(s, scale, score: Scores, b, h, q, k, q_len, k_len, row_lse, row_rest
 def unwind(ds, raw, before, score: Scores, b, h, q, k, q_len, k_len, visible, MOD_GRAD: tl.constexpr):
     """d loss / d scaled score from d loss / d modified score; also the one between them that bias and ALiBi get."""
     if MOD_GRAD is not None:
-        slope = MOD_GRAD(before, b, h, tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1), score.args).to(
-            tl.float32
-        )
+        slope = MOD_GRAD(before, b, h, within(q, q_len), within(k, k_len), score.args).to(tl.float32)
         ds = ds * slope
     if visible is not None:  # 0 * NaN where a derivative or a value out of sight is NaN
         ds = tl.where(visible, ds, 0.0)
