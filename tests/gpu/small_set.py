@@ -103,7 +103,7 @@ def packed(given, heads, dim, *, used=False, grads=True, **options):
 
 
 def told(given):
-    """A mask that asks tables about every pair of `packed`, whose sequences have 133 queries and use 150 keys at most."""
+    """A mask that asks tables about every pair of `packed`, which has at most 133 queries and uses at most 150 keys."""
     ids = given.chosen(4, 133).int()
     return onchip.where(far, given.table(4, 150)) & (
         onchip.documents(ids, ids_k=given.chosen(1, 150).int()) | onchip.window(9, 9)
