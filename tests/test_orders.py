@@ -168,7 +168,7 @@ def test_over_a_cache_triton_visits_what_its_rules_show():
         one = dataclasses.replace(problem, layout=layout)
         found = traffic.count(one, place, mask, backend="triton", tiles=Tiles(16, 64))
         assert found.tensors["k"].loads == keys and found.pairs == 4 * 512 - (3 + 2 + 1)
-    sweep = own_orders.sweeps(problem, "triton", "forward", (), TILES, False, None)[0]
+    sweep = own_orders.sweeps(problem, "triton", "forward", (), TILES, mask, None)[0]
     assert (
         schedule.build(problem, place, mask, TILES).count(EMPTY) > 0 and sweep.by_rules and not sweep.listed
     )

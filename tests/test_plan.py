@@ -360,24 +360,54 @@ def test_figures_have_a_fit_unit():
 
 
 def test_what_a_mask_and_a_score_hold_is_stated_and_read_once():
-    shape = (2, 64, 4, 16)
+    """Either in the traffic, by the tile, or beside it, in `held`; the floor has each once."""
+    shape, pairs = (2, 64, 4, 16), 64 * 64
     table = torch.zeros(9)
     mod = onchip.mod(lambda s, b, h, q, k, t: s + t[0], table)
     bias = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
-    cases = [
-        (onchip.Mask(), None, 0),
-        (onchip.causal(), onchip.Score(softcap=2.0), 0),
-        (onchip.dense(torch.ones(64, 64, dtype=torch.bool)), None, 64 * 64),
-        (onchip.Mask(), onchip.Score(bias=bias), 4 * 64 * 2),
-        (onchip.Mask(), onchip.Score(bias=bias.expand(2, 4, 64, 64)), 4 * 64 * 2),
-        (onchip.Mask(), onchip.Score(sink=torch.zeros(4), alibi=torch.zeros(4), mod=mod), 16 + 16 + 36),
+    diagonal = onchip.dense(torch.eye(64, dtype=torch.bool))
+    ids = onchip.documents(torch.arange(64) // 10)
+    vectors = onchip.Score(sink=torch.zeros(4), alibi=torch.zeros(4), mod=mod)
+    cases = [  # bytes in the traffic, and held
+        (onchip.Mask(), None, 0, 0),
+        (onchip.causal(), onchip.Score(softcap=2.0), 0, 0),
+        (onchip.dense(torch.ones(64, 64, dtype=torch.bool)), None, 0, 0),  # no tile has to look
+        (diagonal, None, pairs, 0),
+        (diagonal | onchip.padding(torch.tensor([3, 9])), None, pairs, 2 * 8),
+        (ids, None, 2 * 64 * 8, 0),
+        (onchip.block_sparse(torch.ones(2, 2, dtype=torch.bool), tile=(32, 32)), None, 0, 4),
+        (onchip.Mask(), onchip.Score(bias=bias), 4 * 64 * 2, 0),
+        (onchip.Mask(), onchip.Score(bias=bias.expand(2, 4, 64, 64)), 4 * 64 * 2, 0),
+        (onchip.Mask(), onchip.Score(bias=torch.zeros(64, 64)), pairs * 4, 0),
+        (onchip.Mask(), vectors, 0, 16 + 16 + 36),
     ]
     bare = onchip.plan(shape, shape, shape, device="H200")
-    for mask, score, held in cases:
+    for mask, score, moved, held in cases:
         plan = onchip.plan(shape, shape, shape, mask=mask, score=score, device="H200")
         assert plan.held == held == plan.to_json()["held"]
         assert ("that the mask and the score hold" in str(plan)) == bool(held)
         for step in ("forward", "backward"):
-            least = plan.passes("minimum")[step].floor(plan.device).memory
-            assert plan.floor(step).memory == pytest.approx(least + held / plan.device.bandwidth)
+            least = plan.passes("minimum")[step]
+            if mask is not cases[1][0]:
+                assert least.least == bare.passes("minimum")[step].least + moved
+            expected = least.floor(plan.device).memory + held / plan.device.bandwidth
+            assert plan.floor(step).memory == pytest.approx(expected)
     assert bare.held == 0
+
+
+def test_a_learned_bias_has_a_gradient_in_the_plan():
+    shape = (1, 64, 2, 16)
+    for learned in (False, True):
+        score = onchip.Score(bias=torch.zeros(2, 64, 64, requires_grad=learned))
+        plan = onchip.plan(shape, shape, shape, score=score)
+        for passes in plan.traffic.values():
+            assert ("dbias" in passes["backward"].tensors) == learned
+            assert "bias" in passes["forward"].tensors
+
+
+def test_a_function_for_a_gpu_that_is_not_here():
+    """Whether it differs between heads is found where its tensors are."""
+    shape = (1, 64, 4, 16)
+    mask = onchip.where(lambda b, h, q, k: (q + k + h) % 3 != 0)
+    plan = onchip.plan(shape, shape, shape, mask=mask, device="H200", dtype=torch.bfloat16)
+    assert plan.device_name == "H200" and plan.pairs == onchip.plan(shape, shape, shape, mask=mask).pairs

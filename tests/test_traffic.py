@@ -1,15 +1,18 @@
 """The traffic model: equal to what the CPU loop moves, to visible pairs, and to the papers' figures."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 
 import onchip
 from contract_masks import MASKS, Shape, full_truth
 from onchip import orders, problem as problems, steps, traffic
-from onchip.backends.cpu import tiled
+from onchip.backends.cpu import native, tiled
 from onchip.layout import Dense
 from onchip.schedule import Tiles
-from test_schedule import state
+from test_schedule import state, true_kinds
 
 
 def dense(
@@ -88,6 +91,270 @@ def test_the_cpu_loop_moves_what_the_model_says(name):
             assert_traced(moved, *passes)
 
 
+# Which of (batch, heads, queries, keys) a bias or a mask has; the others it repeats.
+BROADCASTS = [tuple(bool(i >> dim & 1) for dim in range(4)) for i in range(16)]
+
+
+def operands_of(shape, heads_k, problem, place, mask, score):
+    packed = problem.layout == "varlen"
+    size = (sum(shape.q_lens), sum(shape.k_lens)) if packed else (shape.seqlen_q, shape.seqlen_k)
+    lead = () if packed else (shape.batch,)
+    q = torch.randn(*lead, size[0], shape.heads_q, 8)
+    k, v = (torch.randn(*lead, size[1], heads_k, 8) for _ in "kv")
+    return problems.Operands(q, k, v, place, mask, score)
+
+
+def broadcast(shape, has):
+    full = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+    return tuple(n if own else 1 for n, own in zip(full, has, strict=True))
+
+
+def modelled(problem, place, mask, score, needs, tiles, backend="cpu"):
+    options = {"score": score, "needs": tuple(needs), "tiles": tiles, "backend": backend}
+    return [traffic.count(problem, place, mask, "onchip", step, **options) for step in orders.STEPS]
+
+
+PAIRED = (Shape((45, 45), (70, 70), heads_q=4), Shape((33, 0, 50, 33), (20, 7, 0, 20), heads_q=4))
+
+
+@pytest.mark.parametrize("has", BROADCASTS)
+def test_the_cpu_loop_reads_and_sums_a_bias_as_the_model_says(has):
+    """Of any shape, under masks of all kinds, shared key heads, with its gradient or that of others alone."""
+    needs = {"all": ["q", "k", "v", "bias"], "bias": ["bias"], "v": ["v"]}
+    for shape, name, (heads_k, wanted) in itertools.product(
+        PAIRED, ("none", "causal", "dense_BHQK", "documents_cross"), ((4, "all"), (2, "bias"), (1, "v"))
+    ):
+        problem, place, mask = state(shape, heads_k, MASKS[name](shape))
+        problem = dataclasses.replace(problem, score_parts=("bias",))
+        score = onchip.Score(bias=torch.randn(broadcast(shape, has), dtype=torch.bfloat16))
+        operands, tiles = operands_of(shape, heads_k, problem, place, mask, score), Tiles(16, 32)
+        found = modelled(problem, place, mask, score, needs[wanted], tiles)
+        assert_traced(traced(problem, operands, tiles, needs[wanted]), *found)
+        for part in found:
+            assert part.tensors["bias"].read_bytes == 2 * part.tensors["bias"].loads
+        if "bias" in needs[wanted]:
+            moved = found[1].tensors["dbias"]
+            assert moved.loads == moved.stores and moved.write_bytes == 4 * moved.stores
+
+
+@pytest.mark.parametrize("has", BROADCASTS)
+def test_the_cpu_loop_reads_a_stored_mask_as_the_model_says(has):
+    """Of any shape, alone, with a band, or among alternatives; full and empty tiles do not read it."""
+    for shape, heads_k in itertools.product(PAIRED, (4, 2, 1)):
+        visible = torch.rand(broadcast(shape, has)) < 0.9
+        if visible.shape[2] > 1:
+            visible[:, :, :17] = True
+        if visible.shape[3] > 1:
+            visible[..., 32:64] = False
+        stored = onchip.dense(visible)
+        for mask in (stored, stored & onchip.causal(), stored | onchip.window(3, 3), stored & stored):
+            problem, place, mask = state(shape, heads_k, None)[0], state(shape, heads_k, None)[1], mask
+            problem = dataclasses.replace(problem, mask_parts=mask.names)
+            operands = operands_of(shape, heads_k, problem, place, mask, onchip.Score())
+            tiles = Tiles(16, 32)
+            found = modelled(problem, place, mask, None, "qkv", tiles)
+            assert_traced(traced(problem, operands, tiles, "qkv"), *found)
+            assert found[0].tensors.get("mask") == found[1].tensors.get("mask")
+
+
+def test_what_a_tile_reads_of_a_bias_and_a_mask():
+    """In numbers counted by hand: 2 sequences of 4 heads in pairs, 2 x 3 tiles of 32 x 16, the last ones 8 wide."""
+    problem, place, mask = dense(64, 40, batch=2, heads=4, heads_k=2, dim=8, dtype=torch.float32)
+    tiles = Tiles(32, 16)
+
+    def read(*bias, of=mask, parts=(), backend="cpu"):
+        score = onchip.Score(bias=torch.zeros(*bias)) if bias else None
+        one = dataclasses.replace(problem, score_parts=("bias",) if bias else (), mask_parts=parts)
+        found = traffic.count(one, place, of, score=score, backend=backend, tiles=tiles).tensors
+        moved = found.get("bias" if bias else "mask", traffic.Moved())
+        return moved.loads, moved.tiles_loaded
+
+    assert read(2, 4, 64, 40) == (2 * 4 * 64 * 40, 2 * 4 * 6)
+    assert read(64, 40) == (2 * 2 * 64 * 40, 2 * 2 * 6)  # the heads of a key head are one tile
+    assert read(64, 40, backend="hopper") == (2 * 4 * 64 * 40, 2 * 4 * 6)  # and tiles of their own there
+    assert read(1, 1, 1, 40) == (2 * 2 * 2 * 40, 2 * 2 * 6)  # each row of tiles reads the keys
+    assert read(4, 64, 1) == (2 * 4 * 64 * 3, 2 * 4 * 6)
+    assert read(1, 1, 1, 1) == (2 * 2 * 6, 2 * 2 * 6)
+    visible = torch.ones(64, 40, dtype=torch.bool)
+    assert read(of=onchip.dense(visible), parts=("elements",)) == (0, 0)
+    visible[40, 3] = False
+    assert read(of=onchip.dense(visible), parts=("elements",)) == (2 * 2 * 32 * 16, 4)
+    visible[:32, 16:] = False
+    assert read(of=onchip.dense(visible), parts=("elements",)) == (2 * 2 * 32 * 16, 4)
+
+
+@pytest.mark.parametrize("has", BROADCASTS)
+def test_what_is_read_once_is_what_some_tile_reads(has):
+    """`least` and the minimum, against marks on the elements of a bias and a stored mask."""
+    for shape, name in itertools.product(
+        PAIRED, ("none", "causal", "window_both", "dense_BHQK", "blocks_odd")
+    ):
+        problem, place, mask = state(shape, 2, MASKS[name](shape))
+        mask = mask & onchip.dense(torch.rand(broadcast(shape, has)) < 0.99)
+        problem = dataclasses.replace(problem, mask_parts=mask.names, score_parts=("bias",))
+        score = onchip.Score(bias=torch.zeros(broadcast(shape, has)))
+        marks = {what: torch.zeros(broadcast(shape, has), dtype=torch.bool) for what in ("bias", "mask")}
+        tiles = Tiles(16, 32)
+        for b, (q_len, k_len) in enumerate(zip(shape.q_lens, shape.k_lens, strict=True)):
+            region = onchip.mask.Region(torch.tensor([b]), 0, 4, 0, q_len, 0, k_len, q_len, k_len)
+            seen = (
+                mask.allow(region)[0].expand(4, q_len, k_len)
+                if q_len and k_len
+                else torch.ones(4, q_len, k_len)
+            )
+            kinds = true_kinds(seen.bool(), tiles)
+            kinds = torch.where((kinds == kinds[0::2].repeat_interleave(2, 0)), kinds, 1)
+            for h, i, j in kinds.nonzero().tolist():
+                both = kinds[h // 2 * 2 : h // 2 * 2 + 2, i, j]
+                kind = int(both[0]) if len(set(both.tolist())) == 1 else 1
+                ends = min(q_len, 16 * (i + 1)), min(k_len, 32 * (j + 1))
+                where = (b, h, slice(16 * i, ends[0]), slice(32 * j, ends[1]))
+                own = tuple(at if one else slice(None) for at, one in zip(where, has, strict=True))
+                for what in ("bias", "mask")[: 2 if kind == 1 else 1]:
+                    marks[what][own] = True
+        found = traffic.count(problem, place, mask, "minimum", score=score, tiles=tiles)
+        exact = problem.layout == "dense"
+        for what, marked in marks.items():
+            read, true = found.tensors.get(what, traffic.Moved()).loads, int(marked.sum())
+            if what == "mask" and name == "dense_BHQK":  # two of them
+                continue
+            assert read == true if exact else true <= read <= marked.numel(), (what, name)
+        loop = traffic.count(problem, place, mask, backend="cpu", score=score, tiles=tiles)
+        bare = traffic.count(
+            dataclasses.replace(problem, score_parts=()), place, mask, backend="cpu", tiles=tiles
+        )
+        assert loop.least - bare.least == found.tensors.get("bias", traffic.Moved()).read_bytes
+
+
+@pytest.mark.parametrize("backend", ["cpu", "native", "triton", "hopper", "reference"])
+@pytest.mark.parametrize("algorithm", traffic.ALGORITHMS)
+def test_steps_add_up_with_a_bias_and_a_stored_mask(algorithm, backend):
+    if algorithm != "onchip" and backend != "cpu":
+        return
+    needs = ("q", "k", "v", "bias")
+    for has, shape in itertools.product(
+        ((False, False, True, True), (False, False, False, True), (False, False, True, False), (False,) * 4),
+        (Shape((70,), (70,)), Shape((33,), (61,))),
+    ):
+        mask = onchip.dense(torch.rand(broadcast(shape, has)) < 0.9)
+        for whole in (mask & onchip.window(20, 9), mask | onchip.causal()):
+            problem, place, _ = state(shape, 1, None)
+            problem = dataclasses.replace(problem, mask_parts=whole.names, score_parts=("bias",))
+            given = {"score": onchip.Score(bias=torch.zeros(broadcast(shape, has))), "needs": needs}
+            for step in orders.STEPS:
+                options = {**given, "backend": backend, "tiles": Tiles(16, 8)}
+                total = traffic.count(problem, place, whole, algorithm, step, **options)
+                walked = list(steps.walk(problem, place, whole, algorithm, step, **options))
+                assert (walked[-1].read, walked[-1].written) == (total.reads, total.writes)
+                for tensor, moved in total.tensors.items():
+                    assert sum(s.load.get(tensor, 0) for s in walked) == moved.loads, tensor
+                    assert sum(s.store.get(tensor, 0) for s in walked) == moved.stores, tensor
+                from_p = step == "backward" and (backend == "reference" or algorithm in ("standard", "eager"))
+                assert "bias" in total.tensors or from_p
+                assert "dbias" in total.tensors or step == "forward"
+
+
+def test_a_bias_needs_its_score():
+    problem, place, mask = dense(64)
+    problem = dataclasses.replace(problem, score_parts=("bias",))
+    for score in (None, onchip.Score(softcap=1.0)):
+        with pytest.raises(ValueError, match="score.*bias"):
+            traffic.count(problem, place, mask, score=score)
+
+
+def test_triton_s_gradient_of_a_bias_is_a_pass_of_its_own():
+    """It goes through every tile, and writes the bias once in float32, which is then rounded."""
+    problem, place, mask = dense(256, heads=4, heads_k=2, dim=16, mask=onchip.causal())
+    problem = dataclasses.replace(problem, score_parts=("bias",))
+    score = onchip.Score(bias=torch.zeros(4, 256, 256, dtype=torch.float16))
+    tiles, pairs = Tiles(64, 64), 4 * 256 * 256
+    bare, own = (
+        traffic.count(
+            problem,
+            place,
+            mask,
+            "onchip",
+            "backward",
+            backend="triton",
+            score=score,
+            needs=needs,
+            tiles=tiles,
+        )
+        for needs in (("q", "k", "v"), ("q", "k", "v", "bias"))
+    )
+    moved = own.tensors["dbias"]
+    assert (moved.loads, moved.stores, moved.write_bytes) == (pairs, 3 * pairs, (4 + 4 + 2) * pairs)
+    assert own.tensors["bias"].loads - bare.tensors["bias"].loads == pairs
+    assert own.tensors["k"].loads - bare.tensors["k"].loads == 4 * 4 * 256 * 16
+    assert own.tile_flops - bare.tile_flops == own.flops - bare.flops == 2 * 2 * 16 * pairs
+
+
+def test_split_keys_leave_results_that_are_joined():
+    """Decoding on an H200: out and lse of each share in float32, written and read; queries are read by each."""
+    q, cache = (2, 1, 8, 128), (2, 65536, 2, 128)
+    plan = onchip.plan(q, cache, cache, cache_seqlens=[65536, 40000], device="H200", dtype=torch.bfloat16)
+    found, rows = plan.passes()["forward"], 2 * 8
+    partial, lse = found.tensors["partial"], found.tensors["partial_lse"]
+    shares = lse.stores // rows
+    assert shares == 132 // 4 and lse.stores == lse.loads == rows * shares
+    assert partial.loads == partial.stores == rows * shares * 128
+    assert partial.read_bytes == partial.write_bytes == 4 * partial.loads
+    assert found.tensors["out"].stores == rows * 128 and found.tensors["lse"].stores == rows
+    assert found.tensors["q"].loads == rows * 128 * shares
+    single = traffic.count(
+        dataclasses.replace(plan.problem, num_splits=1, device="cpu"),
+        plan.layout,
+        plan.mask,
+        backend="triton",
+        device="H200",
+    )
+    assert "partial" not in single.tensors and single.tensors["k"] == found.tensors["k"]
+    joined = 2 * (partial.write_bytes + lse.write_bytes)
+    assert found.least == single.least + joined  # queries too are found in a cache
+    assert set(found.tiles) == {"attend", "read the shares", "join them"}
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, heads, heads_k, seqlen_k", [(1, 8, 2, 9000), (3, 4, 4, 5000), (40, 2, 1, 7000)]
+)
+def test_the_native_kernels_split_keys_as_the_model_says(seqlen_q, heads, heads_k, seqlen_k):
+    """As many shares by name give the same bits as the kernels' own choice, and another number does not."""
+    q, k = torch.randn(1, seqlen_q, heads, 16), torch.randn(1, seqlen_k, heads_k, 16)
+    lengths = torch.tensor([seqlen_k])
+
+    def run(splits):
+        return onchip.attention_with_cache(
+            q, k, k, cache_seqlens=lengths, num_splits=splits, backend="native"
+        )
+
+    plan = onchip.plan(q, k, k, cache_seqlens=lengths, backend="cpu")
+    if native.refuse(plan.problem) is not None:
+        pytest.skip("no native kernels here")
+    shares = native.shares(plan.problem)
+    assert shares > 1 and torch.equal(run(0), run(shares)) and not torch.equal(run(0), run(shares - 1))
+    found = traffic.count(plan.problem, plan.layout, plan.mask, backend="native")
+    assert found.tensors["partial"].stores == found.tensors["partial"].loads == shares * seqlen_q * heads * 16
+
+
+def test_what_the_native_kernels_read_of_a_mask():
+    """A stored mask in every tile of the bands; other elements are written down first, a byte a pair."""
+    shape = (1, 256, 2, 8)
+    stored = onchip.dense(torch.rand(256, 256) < 0.5)
+    near = onchip.window(0, 63)
+    for mask, counted in (
+        (stored & near, {"mask": (4 * 64 * 256, 0)}),
+        (onchip.causal() | onchip.sinks(4), {"shown": (256 * 256, 256 * 256)}),
+        (stored | onchip.causal(), {"mask": (256 * 256, 0), "shown": (256 * 256, 256 * 256)}),
+    ):
+        plan = onchip.plan(shape, shape, shape, mask=mask, backend="cpu")
+        found = traffic.count(plan.problem, plan.layout, mask, backend="native", tiles=Tiles(64, 256)).tensors
+        for name in ("mask", "shown"):
+            moved = found.get(name, traffic.Moved())
+            loads, stores = counted.get(name, (0, 0))
+            own = 2 if name == "shown" or "shown" not in counted else 1  # heads read what they share apart
+            assert (moved.loads, moved.stores) == (loads * own, stores), (mask, name)
+
+
 def test_the_cpu_loop_over_a_cache():
     lengths = torch.tensor([40, 0, 100])
     q, k, v = torch.randn(3, 2, 4, 8), torch.randn(3, 128, 2, 8), torch.randn(3, 128, 2, 24)
@@ -101,6 +368,14 @@ def test_the_cpu_loop_over_a_cache():
             tiled.forward(problem, operands, Tiles(2, 32))
         assert_traced(moved, traffic.count(problem, place, mask, "onchip", backend="cpu", tiles=Tiles(2, 32)))
         assert set(traffic.compare(problem, place, mask)["onchip"]) == {"forward"}
+    for has in BROADCASTS:
+        bias = torch.randn(tuple(n if own else 1 for n, own in zip((3, 4, 2, 100), has, strict=True)))
+        mask, score = onchip.causal() & onchip.dense(bias < 1), onchip.Score(bias=bias)
+        problem = problems.state(q, k, v, place, "cache", mask, score)
+        with onchip.backends.cpu.trace() as moved:
+            tiled.forward(problem, problems.Operands(q, k, v, place, mask, score), Tiles(2, 32))
+        options = {"score": score, "backend": "cpu", "tiles": Tiles(2, 32)}
+        assert_traced(moved, traffic.count(problem, place, mask, "onchip", **options))
 
 
 @pytest.mark.parametrize("name", MASKS)

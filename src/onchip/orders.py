@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from onchip import select
+from onchip.mask import Mask
 from onchip.schedule import Tiles
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class Sweep:
     """One pass over the tiles of every head. Names are of `TENSORS`; q-side ones move by rows, k-side ones by keys.
 
     `once_load`, `once_store`: each tile of the tensor once. `seen_load`: once, and only where some tile of its row or
-    column is visited. `visit_load`, `visit_store`: at every visited tile.
+    column is visited. `visit_load`, `visit_store`: at every visited tile. `look_load`: at those where the mask's
+    elements are looked at. What the mask or score does not hold moves nothing.
     """
 
     name: str
@@ -35,23 +37,28 @@ class Sweep:
     seen_load: tuple[str, ...] = ()
     visit_load: tuple[str, ...] = ()
     visit_store: tuple[str, ...] = ()
+    look_load: tuple[str, ...] = ()
     products: tuple[str, ...] = ()  # "dim" or "dim_v": the inner length of each matrix product on a tile
     every: bool = False  # empty tiles too
     # The query heads of a key head are rows of one tile, so that its keys are moved once.
     stacked: bool = False
     wide: frozenset[str] = frozenset()  # moved in the dtype of sums, not the problem's
+    shares: int = 1  # of the keys: each moves the q-side tensors of `once_load` and `once_store`
+    keeps: bool = False  # what several tiles share of a mask's or score's tensor is moved once
     # How a backend chooses and orders the tiles to visit.
     backwards: tuple[str, ...] = ()  # the outer tiles, where the mask's band is bounded by one of these
     descending: bool = False  # the inner tiles, from the last to the first
     listed: bool = False  # the inner tiles, from a list: partial ones, then full ones
     never_none: bool = False  # an outer tile that sees nothing visits the first inner one, and masks it
     by_rules: bool = False  # parts of the mask other than bands and intervals hide elements, but skip no tile
+    looks: bool = False  # at the mask's elements in every visited tile, not in partial ones alone
 
 
 class Spec(NamedTuple):
-    side: str  # "q", "k" or "s", a score tile
+    side: str  # "q", "k", "s", a score tile, or "pair": of a score tile what the tensor, which broadcasts, has of it
     width: str  # "dim", "dim_v" or "1"
-    kind: str  # "dtype", "sum" (the accumulation dtype) or "byte"
+    kind: str  # "dtype", "sum" (the accumulation dtype), "byte", or "own": as it is stored
+    by_share: bool = False  # each share of the keys has one of its own
 
 
 TENSORS: dict[str, Spec] = {
@@ -79,7 +86,20 @@ TENSORS: dict[str, Spec] = {
     "dS": Spec("s", "1", "dtype"),
     "dmasked": Spec("s", "1", "dtype"),
     "dscaled": Spec("s", "1", "dtype"),
+    "biased": Spec("s", "1", "dtype"),
+    "bias": Spec("pair", "1", "own"),
+    "dbias": Spec("pair", "1", "own"),
+    "mask": Spec("pair", "1", "own"),  # the elements of stored masks
+    "ids": Spec("pair", "1", "own"),  # documents' ids, by query and by key
+    "shown": Spec("pair", "1", "own"),  # a mask's elements as a backend has written them down
+    "partial": Spec(
+        "q", "dim_v", "sum", True
+    ),  # out, lse, and the sum and the maximum of weights, of a share of keys
+    "partial_lse": Spec("q", "1", "sum", True),
+    "partial_l": Spec("q", "1", "sum", True),
+    "partial_m": Spec("q", "1", "sum", True),
 }
+STORED = ("mask", "ids")  # what a mask is looked up in
 ALGORITHMS = ("onchip", "standard", "eager", "flash1", "flash2", "minimum")
 
 
@@ -92,7 +112,7 @@ def sweeps(
     needs: tuple[str, ...] = ("q", "k", "v"),
     tiles: Tiles | None = None,
     sram: int = SRAM,
-    by_head: bool = False,
+    mask: Mask | None = None,
     device: str | None = None,
 ) -> tuple[Sweep, ...]:
     """The sweeps of an algorithm's forward or backward pass.
@@ -101,7 +121,8 @@ def sweeps(
     and 3, one kernel a line. eager: the same as PyTorch's operations run it, with a kernel each for scale, mask,
     dropout and two for the softmax's gradient. flash1: its Algorithms 1 and 4, blocks from `sram` bytes. flash2: the
     order of FlashAttention-2. minimum: every input once, every output once. `tiles` replaces the tile sizes of any.
-    by_head: whether the mask differs between heads. device: the known GPU whose tiles are meant, if not this one.
+    mask: the problem's, if it has one. device: the known GPU whose tiles are meant, if not this one. needs: the
+    gradients that are wanted; of the papers' algorithms q, k and v always are.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: got {algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
@@ -112,18 +133,19 @@ def sweeps(
         from onchip import own_orders
 
         name = select.choose(problem) if backend is None else backend
-        return own_orders.sweeps(problem, name, step, needs, tiles, by_head, device)
+        return own_orders.sweeps(problem, name, step, needs, tiles, Mask() if mask is None else mask, device)
+    dbias = ("dbias",) if "bias" in needs else ()
     if algorithm == "flash1":
         own = tiles or flash1_tiles(problem.dim, problem.dim_v, sram // problem.dtype.itemsize)
-        return _flash1(own) if forward else _flash1_backward(own)
+        return _flash1(own) if forward else _flash1_backward(own, dbias)
     own = tiles or Tiles(128, 128)
     if algorithm == "flash2":
-        return _flash2(own) if forward else _flash2_backward(own)
+        return _flash2(own) if forward else _flash2_backward(own, dbias)
     if algorithm == "standard":
-        return standard(own) if forward else standard_backward(own)
+        return standard(own) if forward else standard_backward(own, dbias)
     if algorithm == "eager":
-        return _eager(own, problem) if forward else _eager_backward(own, problem)
-    return _minimum(own) if forward else _minimum_backward(own)
+        return _eager(own, problem) if forward else _eager_backward(own, problem, dbias)
+    return _minimum(own) if forward else _minimum_backward(own, dbias)
 
 
 def flash1_tiles(dim: int, dim_v: int, sram: int) -> Tiles:
@@ -141,46 +163,57 @@ def tile_numbers(tiles: Tiles, dim: int, dim_v: int) -> int:
 
 
 def _flash1(tiles: Tiles) -> tuple[Sweep, ...]:
-    rows = ("out", "l", "m")
-    return (Sweep("attend", "k", tiles, ("k", "v"), (), (), ("q", *rows), rows, ("dim", "dim_v")),)
+    rows, visits = ("out", "l", "m"), ("q", "out", "l", "m", "bias")
+    return (Sweep("attend", "k", tiles, ("k", "v"), (), (), visits, rows, STORED, ("dim", "dim_v")),)
 
 
-def _flash1_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+def _flash1_backward(tiles: Tiles, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
     products = ("dim", "dim_v", "dim_v", "dim", "dim")  # S, dV, dP, dQ, dK
-    rows = ("q", "out", "dout", "dq", "l", "m")
-    return (Sweep("gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), rows, ("dq",), products),)
+    visits, stores = ("q", "out", "dout", "dq", "l", "m", "bias", *dbias), ("dq", *dbias)
+    return (
+        Sweep(
+            "gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), visits, stores, STORED, products,
+            wide=frozenset(dbias),
+        ),
+    )  # fmt: skip
 
 
 def _flash2(tiles: Tiles) -> tuple[Sweep, ...]:
-    return (Sweep("attend", "q", tiles, ("q",), ("out", "lse"), (), ("k", "v"), (), ("dim", "dim_v")),)
+    visits = ("k", "v", "bias")
+    return (Sweep("attend", "q", tiles, ("q",), ("out", "lse"), (), visits, (), STORED, ("dim", "dim_v")),)
 
 
-def _flash2_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+def _flash2_backward(tiles: Tiles, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
     """Key blocks outside; dQ is summed in float32 in main memory, then rounded."""
     products = ("dim", "dim_v", "dim_v", "dim", "dim")
-    rows = ("q", "dout", "dq", "lse", "delta")
-    wide = frozenset({"dq"})
+    visits = ("q", "dout", "dq", "lse", "delta", "bias", *dbias)
+    wide = frozenset({"dq", *dbias})
     return (
         Sweep("delta", "q", tiles, ("out", "dout"), ("delta",)),
         Sweep("zero dq", "q", tiles, (), ("dq",), wide=wide),
-        Sweep("gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), rows, ("dq",), products, wide=wide),
+        Sweep(
+            "gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), visits, ("dq", *dbias), STORED, products,
+            wide=wide,
+        ),
         Sweep("read the sums of dq", "q", tiles, ("dq",), wide=wide),
         Sweep("round dq", "q", tiles, (), ("dq",)),
-    )
+    )  # fmt: skip
 
 
 def standard(tiles: Tiles) -> tuple[Sweep, ...]:
+    """Bias and mask are read with the scores, at the softmax."""
     return (
         _kernel("S = QK^T", tiles, ("q", "k"), stores=("S",), products=("dim",)),
-        _kernel("P = softmax(S)", tiles, loads=("S",), stores=("P",)),
+        _kernel("P = softmax(S)", tiles, loads=("S", "bias"), stores=("P",), looks=STORED),
         _kernel("O = PV", tiles, ("v",), ("out",), ("P",), products=("dim_v",)),
     )
 
 
-def standard_backward(tiles: Tiles) -> tuple[Sweep, ...]:
+def standard_backward(tiles: Tiles, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
     return (
         *_value_grads(tiles, "P"),
         _kernel("dS", tiles, loads=("P", "dP"), stores=("dS",)),
+        *_bias_grad(tiles, "dS", dbias),
         *_score_grads(tiles, "dS"),
     )
 
@@ -192,6 +225,11 @@ def _value_grads(tiles: Tiles, weights: str, upstream: str = "dP") -> tuple[Swee
     )
 
 
+def _bias_grad(tiles: Tiles, scores: str, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
+    """The sum of the scores' gradient over what shares the bias; of a bias for every pair it is that gradient."""
+    return (_kernel("dbias", tiles, out=dbias, loads=(scores,)),) if dbias else ()
+
+
 def _score_grads(tiles: Tiles, scores: str) -> tuple[Sweep, ...]:
     return (
         _kernel("dQ = dS K", tiles, ("k",), ("dq",), (scores,), products=("dim",)),
@@ -201,19 +239,21 @@ def _score_grads(tiles: Tiles, scores: str) -> tuple[Sweep, ...]:
 
 def _eager(tiles: Tiles, problem: Problem) -> tuple[Sweep, ...]:
     masked, drops = bool(problem.mask_parts), problem.dropout > 0
-    scores = "masked" if masked else "scaled"
+    biased = "bias" in problem.score_parts
+    scores = "biased" if biased else "scaled"
     weights = "dropped" if drops else "P"
     return (
         _kernel("S = QK^T", tiles, ("q", "k"), stores=("S",), products=("dim",)),
         _kernel("scale", tiles, loads=("S",), stores=("scaled",)),
-        *((_kernel("mask", tiles, loads=("scaled",), stores=("masked",)),) if masked else ()),
-        _kernel("P = softmax(S)", tiles, loads=(scores,), stores=("P",)),
+        *((_kernel("bias", tiles, loads=("scaled", "bias"), stores=("biased",)),) if biased else ()),
+        *((_kernel("mask", tiles, loads=(scores,), stores=("masked",), looks=STORED),) if masked else ()),
+        _kernel("P = softmax(S)", tiles, loads=("masked" if masked else scores,), stores=("P",)),
         *((_kernel("dropout", tiles, loads=("P",), stores=("dropped", "kept")),) if drops else ()),
         _kernel("O = PV", tiles, ("v",), ("out",), (weights,), products=("dim_v",)),
     )
 
 
-def _eager_backward(tiles: Tiles, problem: Problem) -> tuple[Sweep, ...]:
+def _eager_backward(tiles: Tiles, problem: Problem, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
     masked, drops = bool(problem.mask_parts), problem.dropout > 0
     upstream = "dropped_grad" if drops else "dP"
     outer = "dmasked" if masked else "dS"
@@ -222,7 +262,8 @@ def _eager_backward(tiles: Tiles, problem: Problem) -> tuple[Sweep, ...]:
         *((_kernel("dropout", tiles, loads=(upstream, "kept"), stores=("dP",)),) if drops else ()),
         _kernel("P * dP", tiles, loads=("P", "dP"), stores=("P*dP",)),
         _kernel("dS", tiles, loads=("P", "P*dP"), stores=("dS",)),
-        *((_kernel("mask", tiles, loads=("dS",), stores=("dmasked",)),) if masked else ()),
+        *((_kernel("mask", tiles, loads=("dS",), stores=("dmasked",), looks=STORED),) if masked else ()),
+        *_bias_grad(tiles, outer, dbias),
         _kernel("scale", tiles, loads=(outer,), stores=("dscaled",)),
         *_score_grads(tiles, "dscaled"),
     )
@@ -236,18 +277,24 @@ def _kernel(
     loads: tuple[str, ...] = (),
     *,
     stores: tuple[str, ...] = (),
+    looks: tuple[str, ...] = (),
     products: tuple[str, ...] = (),
 ) -> Sweep:
     """A kernel of standard attention: the scores tile by tile, empty ones too; the other operands once."""
-    return Sweep(name, "q", tiles, once, out, (), loads, stores, products, every=True)
+    return Sweep(name, "q", tiles, once, out, (), loads, stores, looks, products, every=True, keeps=True)
 
 
 def _minimum(tiles: Tiles) -> tuple[Sweep, ...]:
-    seen = ("q", "k", "v")
-    return (Sweep("once", "q", tiles, (), ("out", "lse"), seen, products=("dim", "dim_v"), stacked=True),)
+    seen, results = ("q", "k", "v"), ("out", "lse")
+    products = ("dim", "dim_v")
+    return (
+        Sweep("once", "q", tiles, (), results, seen, ("bias",), (), STORED, products, stacked=True, keeps=True),
+    )  # fmt: skip
 
 
-def _minimum_backward(tiles: Tiles) -> tuple[Sweep, ...]:
-    seen = ("q", "k", "v", "out", "dout", "lse")
+def _minimum_backward(tiles: Tiles, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
+    seen, results = ("q", "k", "v", "out", "dout", "lse"), ("dq", "dk", "dv", *dbias)
     products = ("dim", "dim_v", "dim_v", "dim", "dim")
-    return (Sweep("once", "q", tiles, (), ("dq", "dk", "dv"), seen, products=products, stacked=True),)
+    return (
+        Sweep("once", "q", tiles, (), results, seen, ("bias",), (), STORED, products, stacked=True, keeps=True),
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from onchip import devices, orders, select
+from onchip.mask import Mask
 from onchip.orders import Sweep
 from onchip.schedule import Tiles
 
@@ -23,7 +24,7 @@ def sweeps(
     step: str,
     needs: tuple[str, ...],
     tiles: Tiles | None,
-    by_head: bool,
+    mask: Mask,
     device: str | None,
 ) -> tuple[Sweep, ...]:
     """The sweeps of a backend's pass; see `orders.sweeps`."""
@@ -33,64 +34,115 @@ def sweeps(
         return stated(problem, step, needs, tiles)
     if name == "reference":
         whole = tiles or module.tiles(problem)
-        return orders.standard(whole) if step == "forward" else orders.standard_backward(whole)
+        dbias = ("dbias",) if "bias" in needs else ()
+        return orders.standard(whole) if step == "forward" else orders.standard_backward(whole, dbias)
     if name == "cpu":
         return _cpu(step, needs, tiles or module.tiles(problem))
-    if name == "native":
-        return _native(problem, step, needs, tiles or module.tiles(problem), by_head)
-    if step == "backward":
+    if step == "backward" and name != "native":
         return _triton_backward(problem, needs, tiles, device)  # of Hopper's forward pass too
+    by_head = bool(problem.mask_parts) and mask.dependence(problem)[1]  # then no heads share a tile
+    if name == "native":
+        return _native(problem, step, needs, tiles or module.tiles(problem), mask, by_head)
     return _hopper(problem, tiles, by_head) if name == "hopper" else _triton(problem, tiles, by_head, device)
 
 
 def _cpu(step: str, needs: tuple[str, ...], tiles: Tiles) -> tuple[Sweep, ...]:
     """backends/cpu/tiled.py: query tiles outside, the query heads of a key head stacked."""
     if step == "forward":
-        loads, stores = ("q",), ("out", "lse")
+        loads, stores, visits = ("q",), ("out", "lse"), ("k", "v", "bias")
         products = ("dim", "dim_v")
-        return (Sweep("attend", "q", tiles, loads, stores, (), ("k", "v"), (), products, stacked=True),)
-    sums = tuple(name for name, need in (("dv", "v"), ("dk", "k")) if need in needs)
+        return (
+            Sweep("attend", "q", tiles, loads, stores, (), visits, (), orders.STORED, products, stacked=True),
+        )
+    sums = tuple(name for name, need in (("dv", "v"), ("dk", "k"), ("dbias", "bias")) if need in needs)
     stores = ("dq",) if "q" in needs else ()
-    products = ["dim"] + ["dim_v"] * ("v" in needs)
-    if {"q", "k"} & set(needs):
-        products += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]
     return (
         Sweep(
-            "gradients", "q", tiles, ("q", "out", "dout", "lse"), stores, (), ("k", "v", *sums), sums,
-            tuple(products), stacked=True, wide=frozenset(sums),
+            "gradients", "q", tiles, ("q", "out", "dout", "lse"), stores, (), ("k", "v", "bias", *sums), sums,
+            orders.STORED, _products(needs), stacked=True, wide=frozenset(sums),
         ),
     )  # fmt: skip
+
+
+def _products(needs: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a backward pass in one sweep: S, dV, then dP, dQ, dK."""
+    found = ["dim"] + ["dim_v"] * ("v" in needs)
+    if {"q", "k", "bias", "alibi"} & set(needs):
+        found += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]
+    return tuple(found)
 
 
 def _native(
-    problem: Problem, step: str, needs: tuple[str, ...], tiles: Tiles, by_head: bool
+    problem: Problem, step: str, needs: tuple[str, ...], tiles: Tiles, mask: Mask, by_head: bool
 ) -> tuple[Sweep, ...]:
     """backends/cpu/kernels: forward by blocks of queries, backward by blocks of keys through all rows of a key head.
 
-    Packed copies of rows and keys count as the tensors themselves, read at each visit; splits and chunks of the keys
-    are left out. The heads of a few queries share a block.
+    Packed copies of rows and keys count as the tensors themselves, read at each visit; what chunks of the keys, heads
+    and sequences sum apart is left out. The heads of a few queries share a block.
     """
+    own = select.load("native")
     if step == "forward":
         stacked = problem.group > 1 and problem.seqlen_q * problem.group <= tiles.tile_m and not by_head
-        products = ("dim", "dim_v")
-        return (
-            Sweep(
-                "attend", "q", tiles, ("q",), ("out", "lse"), (), ("k", "v"), (), products, stacked=stacked
-            ),
-        )
-    products = ["dim"] + ["dim_v"] * ("v" in needs)  # S, dV
-    if {"q", "k"} & set(needs):
-        products += ["dim_v", *("dim" for n in ("q", "k") if n in needs)]  # dP, dQ, dK
+        shares = own.shares(problem)  # type: ignore[attr-defined]
+        parts = ("partial", "partial_l", "partial_m")
+        attend = Sweep(
+            "attend", "q", tiles, ("q",), ("out", "lse"), (), ("k", "v", "bias"), (), (), ("dim", "dim_v"),
+            stacked=stacked,
+        )  # fmt: skip
+        return (*_shown(mask, "q", tiles, stacked), *_by_shares(attend, shares, parts))
     rows, sums = ("q", "dout", "lse", "delta"), ("dq",) if "q" in needs else ()
     stores = tuple("d" + n for n in ("k", "v") if n in needs)
+    dbias = ("dbias",) if "bias" in needs else ()
+    wide = frozenset((*sums, *dbias))
     return (
         Sweep("delta", "q", tiles, ("out", "dout"), ("delta",)),
+        *_shown(mask, "k", tiles, False),
         Sweep(
-            "gradients", "k", tiles, ("k", "v"), stores, (), (*rows, *sums), sums, tuple(products),
-            wide=frozenset(sums),
+            "gradients", "k", tiles, ("k", "v"), stores, (), (*rows, "bias", *sums, *dbias), (*sums, *dbias), (),
+            _products(needs), wide=wide,
         ),
         *((Sweep("round dq", "q", tiles, (), sums),) if sums else ()),
+        *(_rounding(problem, tiles) if dbias else ()),
     )  # fmt: skip
+
+
+def _shown(mask: Mask, outer: str, tiles: Tiles, stacked: bool) -> tuple[Sweep, ...]:
+    """What the native kernels read of a mask pair by pair, in every tile of its bands and intervals.
+
+    A stored mask that stands alone is read where it lies; what else has elements is written down, a byte a pair.
+    """
+    from onchip.backends.cpu import arguments
+
+    if not arguments.elements(mask):
+        return ()
+    read = Sweep("look", outer, tiles, stacked=stacked, by_rules=True, looks=True)
+    if arguments.shown_in_place(mask):
+        return (replace(read, look_load=("mask",)),)
+    show = Sweep(
+        "show", outer, tiles, visit_store=("shown",), look_load=orders.STORED, every=True, keeps=True
+    )
+    return show, replace(read, look_load=("shown",))
+
+
+def _rounding(problem: Problem, tiles: Tiles) -> tuple[Sweep, ...]:
+    """The sums of a bias's gradient, brought to its own dtype, which is taken to be the problem's."""
+    if problem.dtype is problem.accumulate:
+        return ()
+    return (
+        Sweep("read the sums of dbias", "q", tiles, ("dbias",), wide=frozenset({"dbias"})),
+        Sweep("round dbias", "q", tiles, (), ("dbias",)),
+    )
+
+
+def _by_shares(attend: Sweep, shares: int, parts: tuple[str, ...]) -> tuple[Sweep, ...]:
+    """A forward pass whose keys are split: each share leaves its results, which a last step joins."""
+    if shares == 1:
+        return (attend,)
+    return (
+        replace(attend, once_store=parts, shares=shares),
+        Sweep("read the shares", "q", attend.tiles, parts, shares=shares),
+        Sweep("join them", "q", attend.tiles, (), attend.once_store),
+    )
 
 
 def chosen_tiles(problem: Problem, name: str, device: str | None = None) -> Tiles:
@@ -126,12 +178,24 @@ def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | 
     found = tiles or chosen_tiles(replace(problem, seqlen_q=problem.seqlen_q * pack), "triton", device)
     own = Tiles(max(found.tile_m // pack, 1), found.tile_n)
     stores, products, cached = ("out", "lse"), ("dim", "dim_v"), problem.layout in ("cache", "paged")
-    return (
-        Sweep(
-            "attend", "q", own, ("q",), stores, (), ("k", "v"), (), products, stacked=pack > 1,
-            backwards=("right",), listed=_listed(problem, "rows") and not cached, by_rules=cached,
-        ),
+    attend = Sweep(
+        "attend", "q", own, ("q",), stores, (), ("k", "v", "bias"), (), orders.STORED, products, stacked=pack > 1,
+        backwards=("right",), listed=_listed(problem, "rows") and not cached, by_rules=cached, looks=cached,
     )  # fmt: skip
+    return _by_shares(attend, _triton_shares(problem, own, pack, device), ("partial", "partial_lse"))
+
+
+def _triton_shares(problem: Problem, tiles: Tiles, pack: int, device: str | None) -> int:
+    """As `forward_pass.Forward` splits the keys."""
+    from onchip.backends.triton.forward_pass import choose_splits
+
+    modified = bool({"softcap", "alibi", "bias", "mod"} & set(problem.score_parts))
+    if problem.layout == "varlen" or (modified and problem.layout == "dense"):
+        return 1
+    m_blocks, key_tiles = tiles.count(problem.seqlen_q, max(problem.seqlen_k, 1))
+    programs = m_blocks * problem.heads_q // pack * problem.batch
+    units = _facts(device).multiprocessors
+    return min(problem.num_splits or choose_splits(problem, programs, key_tiles, units), key_tiles)
 
 
 def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep, ...]:
@@ -148,7 +212,7 @@ def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep
     stores, products = ("out", "lse"), ("dim", "dim_v")
     return (
         Sweep(
-            "attend", "q", own, ("q",), stores, (), ("k", "v"), (), products, stacked=pack > 1,
+            "attend", "q", own, ("q",), stores, (), ("k", "v", "bias"), (), orders.STORED, products, stacked=pack > 1,
             backwards=("right", "top_right"), descending=not listed, listed=listed, never_none=True,
         ),
     )  # fmt: skip
@@ -162,7 +226,11 @@ def _listed(problem: Problem, *others: str) -> bool:
 def _triton_backward(
     problem: Problem, needs: tuple[str, ...], tiles: Tiles | None, device: str | None
 ) -> tuple[Sweep, ...]:
-    """backends/triton: dK and dV with key tiles outside, dQ with query tiles outside, each pass recomputing scores."""
+    """backends/triton: dK and dV with key tiles outside, dQ with query tiles outside, each pass recomputing scores.
+
+    The gradient of a bias is one more, through every tile. It is taken to read a tile's rows anew, as it does where the
+    bias has keys; of packed sequences it visits the tiles of the longest, which is left out.
+    """
     from onchip.backends.triton.table import config, separate
 
     def own(name: str) -> Tiles:
@@ -170,7 +238,10 @@ def _triton_backward(
         return tiles or Tiles(chosen.tile_m, chosen.tile_n)
 
     def by_keys(name: str, loads: tuple, stores: tuple, visits: tuple, products: tuple) -> Sweep:
-        return Sweep(name, "k", own(name), loads, stores, (), visits, (), products, listed=_listed(problem))
+        looks, listed = orders.STORED, _listed(problem)
+        return Sweep(
+            name, "k", own(name), loads, stores, (), (*visits, "bias"), (), looks, products, listed=listed
+        )  # fmt: skip
 
     delta = Tiles(64 if problem.dim_v <= 128 else 16, own("dq").tile_n)
     found = [Sweep("delta", "q", delta, ("out", "dout", "lse"), ("delta",))]
@@ -185,12 +256,27 @@ def _triton_backward(
     elif {"k", "v"} & set(needs):
         products = ("dim", "dim_v", "dim_v", "dim")  # S, dV, dP, dK
         found.append(by_keys("dkdv", ("k", "v"), ("dk", "dv"), rows, products))
-    if "q" in needs:
+    if {"q", "alibi"} & set(needs):
         products = ("dim", "dim_v", "dim")  # S, dP, dQ
         found.append(
             Sweep(
-                "dq", "q", own("dq"), rows, ("dq",), (), ("k", "v"), (), products, backwards=("right",),
-                listed=_listed(problem, "rows"),
+                "dq", "q", own("dq"), rows, ("dq",), (), ("k", "v", "bias"), (), orders.STORED, products,
+                backwards=("right",), listed=_listed(problem, "rows"),
             )
         )  # fmt: skip
+    if "bias" in needs:
+        found += _triton_bias(problem, own("dq"))
     return tuple(found)
+
+
+def _triton_bias(problem: Problem, tiles: Tiles) -> list[Sweep]:
+    """A program a tile of the bias; it is summed on chip over what shares it, and written once over zeros."""
+    wide, visits = frozenset({"dbias"}), ("q", "dout", "lse", "delta", "k", "v", "bias")
+    products = ("dim", "dim_v")  # S, dP
+    return [
+        Sweep("zero dbias", "q", tiles, (), ("dbias",), wide=wide),
+        Sweep(
+            "dbias", "q", tiles, (), ("dbias",), (), visits, (), orders.STORED, products, every=True, wide=wide
+        ),
+        *_rounding(problem, tiles),
+    ]  # fmt: skip

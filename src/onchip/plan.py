@@ -6,18 +6,17 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from onchip import plan_report, problem as problems, schedule, select, stand_ins
+from onchip import plan_report, problem as problems, schedule, select, stand_ins, stored
 from onchip.layout import Cache, Layout
 from onchip.mask import Mask
 from onchip.problem import Problem, check_types
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
-from onchip.score import Mod, Score
+from onchip.score import Score
 from onchip.units import dtype_name
 
 # The model and the devices are imported where a plan is made: `import onchip` is a quarter quicker without them.
@@ -46,7 +45,7 @@ class Plan:
     extra_memory: int  # bytes beyond inputs, outputs and gradients, forward and backward
     copies: tuple[str, ...]  # the tensors that the backend copies whole before it reads them
     cast_from: torch.dtype | None  # what autocast casts to the problem's dtype before the call
-    held: int  # bytes of tensors that the mask and the score hold, an additive bias for one
+    held: int  # bytes of tensors of the mask and the score that its traffic leaves out: vectors, tables, block maps
     appended: int  # bytes of new keys and values that the call reads, and writes to its cache
     slots: int  # for keys in the cache, used or not
     device_name: str | None  # of a known device, which the times are stated for; None: this machine
@@ -55,16 +54,23 @@ class Plan:
     )  # the same where it is not this machine's GPU: tiles and refusals are then that one's
     layout: Layout = field(compare=False, repr=False)
     mask: Mask = field(compare=False, repr=False)
+    score: Score = field(compare=False, repr=False)
     _found: dict[str, dict[str, Traffic]] = field(default_factory=dict, compare=False, repr=False)
 
     def passes(self, algorithm: str = "onchip") -> dict[str, Traffic]:
-        """{"forward", "backward": Traffic} of onchip, or of another of `onchip.traffic.ALGORITHMS` on this problem."""
+        """{"forward", "backward": Traffic} of onchip, or of another of `onchip.traffic.ALGORITHMS` on this problem.
+
+        The backward pass makes the gradients of q, k and v, and of a bias that requires one.
+        """
         from onchip import traffic
 
         if algorithm not in self._found:
             backend = self.backend if algorithm == "onchip" else None
             stated = (_counted(self.problem, self.mask), self.layout, self.mask, (algorithm,))
-            self._found.update(traffic.compare(*stated, backend=backend, device=self.elsewhere))
+            learned = self.score.bias is not None and self.score.bias.requires_grad
+            needs = ("q", "k", "v", *(("bias",) if learned else ()))
+            options: dict[str, Any] = {"score": self.score, "backend": backend, "needs": needs}
+            self._found.update(traffic.compare(*stated, **options, device=self.elsewhere))
         return self._found[algorithm]
 
     @property
@@ -91,7 +97,8 @@ class Plan:
     def floor(self, step: str = "forward") -> Floor:
         """The least time of a pass on the device: its FLOPs at peak, and every input and output moved once.
 
-        What the mask and the score hold is read once on top; what is appended to a cache is read and written.
+        What its traffic leaves out of the mask and the score is read once on top; what is appended to a cache is read
+        and written.
         """
         found = self.passes("minimum")[step].floor(self.device)
         return replace(found, memory=found.memory + (self.held + 2 * self.appended) / self.device.bandwidth)
@@ -103,9 +110,9 @@ class Plan:
 
     def picture(self, rows: int = PICTURE[0], columns: int = PICTURE[1]) -> list[str]:
         """The mask of the first sequence and head, a letter for each block: · empty, ▒ partial, █ full."""
-        from onchip import steps, traffic
+        from onchip import amounts, steps
 
-        q_len, k_len = traffic.lengths(self.layout)[0] if self.problem.batch else (0, 0)
+        q_len, k_len = amounts.lengths(self.layout)[0] if self.problem.batch else (0, 0)
         if not q_len or not k_len or not self.problem.heads_q:
             return []
         cells = Tiles(-(-q_len // rows), -(-k_len // columns))
@@ -233,7 +240,7 @@ def plan(
         place, kind = stand_ins.packed(three, cu_seqlens_q, cu_seqlens_k), "varlen"
     else:
         place, kind = problems.dense_layout(*three), "dense"
-    whole, _ = check_types(mask, score)
+    whole, score = check_types(mask, score)
     # A mask for a device that is not here has its tensors elsewhere.
     options["device"] = where if known is None else _home(whole)
     problem = problems.state(*three, place, kind, mask, score, **options)
@@ -241,8 +248,7 @@ def plan(
     elsewhere = None if known == another.this_gpu() else known
     name, refusals = another.choose(problem, backend, elsewhere)
     module = select.load(name)
-    by_head = bool(problem.mask_parts) and whole.dependence(problem)[1]
-    tiles = orders.sweeps(problem, backend=name, by_head=by_head, device=elsewhere)[0].tiles
+    tiles = orders.sweeps(_counted(problem, whole), backend=name, mask=whole, device=elsewhere)[0].tiles
     # A copy has room of its own for the schedules of other algorithms: the mask keeps those of its calls.
     whole = copy.copy(whole)
     tile_map = schedule.build(_counted(problem, whole), place, whole, tiles)
@@ -260,7 +266,7 @@ def plan(
         extra_memory=module.extra_memory(problem, tiles),
         copies=_copies(module, three),
         cast_from=given[0].dtype if q_like.dtype is not given[0].dtype else None,
-        held=_held(whole, score),
+        held=stored.left_out(whole, score),
         appended=new
         * problem.batch
         * problem.heads_k
@@ -271,6 +277,7 @@ def plan(
         elsewhere=elsewhere,
         layout=place,
         mask=whole,
+        score=score,
     )
 
 
@@ -295,18 +302,6 @@ def _copies(module: Any, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     """The tensors that a backend cannot address as they lie, by its own `copies(tensor without storage) -> bool`."""
     copies = getattr(module, "copies", None)
     return () if copies is None else tuple(n for n, x in zip("qkv", tensors, strict=True) if copies(x))
-
-
-def _held(mask: Mask, score: Score | None) -> int:
-    """Bytes of the tensors of a mask and a score; what a tensor repeats along a dim counts once."""
-    tensors = list(mask.tensors())
-    if score is not None:
-        tensors += [t for t in (score.bias, score.alibi, score.sink) if t is not None]
-        tensors += score.mod.args if isinstance(score.mod, Mod) else ()
-    return sum(
-        prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step) * t.element_size()
-        for t in tensors
-    )
 
 
 def _home(mask: Mask) -> str:

@@ -46,7 +46,11 @@ def lines(plan: Plan) -> list[str]:
         *(f"           {row}" for row in plan.picture()),
         work,
         *(_moved(step, part, standard[step]) for step, part in own.items()),
-        *([f"           and {size(plan.held)} that the mask and the score hold"] if plan.held else []),
+        *(
+            [f"           and {size(plan.held)} of vectors and tables that the mask and the score hold"]
+            if plan.held
+            else []
+        ),
         f"memory     {size(plan.extra_memory)} beyond inputs, outputs and gradients; "
         f"standard attention {size(plan.dense_memory)}",
     ]

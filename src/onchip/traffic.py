@@ -2,8 +2,13 @@
 
 Counted from the very schedule of tiles that kernels run, tensor by tensor, for onchip's own order and for those of the
 papers (`orders.py`). What a cache catches between the two memories is not in these counts: `Traffic.least` is what is
-left when it catches every repeated read. Left out: tensors that a mask or score holds (a dense mask, an additive bias;
-`onchip.plan` states their bytes and adds them to its floor), tile lists, and partial results of split keys.
+left when it catches every repeated read.
+
+Of a mask and a score, what is read pair by pair counts: a bias and its gradient, stored masks, documents' ids. So do
+the results of keys' shares, where keys are split. Left out is what has a number a query, a key or a block of them at
+most (bounds of intervals, lengths, page tables, slopes, sinks, block maps, lists of tiles), and tables of functions,
+which are read by an index that the function computes. `onchip.plan` states the bytes of those that a mask and a score
+hold, and adds them to its floor. To sort the tiles their tensors are read too, once for many calls: left out as well.
 
 >>> found = compare(problem, layout, mask)  # as onchip.plan(...).traffic does
 >>> found["onchip"]["forward"].bytes, found["standard"]["forward"].bytes
@@ -16,15 +21,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from onchip import orders, schedule
+from onchip import amounts, orders, schedule, stored
+from onchip.amounts import lengths
 from onchip.devices import Device
 from onchip.layout import Layout
 from onchip.mask import Mask
-from onchip.orders import ALGORITHMS, SRAM, STEPS, TENSORS, Sweep
+from onchip.orders import ALGORITHMS, SRAM, STEPS
 from onchip.problem import Problem
-from onchip.schedule import EMPTY, FULL, Group, Schedule, Tiles
+from onchip.schedule import EMPTY, FULL, Tiles
+from onchip.score import Score
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class Floor:
 class Traffic:
     """A pass of an algorithm: what it moves and computes.
 
-    flops: of its matrix products over the visible pairs (for standard attention over all pairs), 2 a multiply-add.
+    flops: of its matrix products over the visible pairs, 2 a multiply-add (over all pairs where every tile is visited:
+    standard attention, and Triton's gradient of a bias).
     tile_flops: the same over every pair of the visited tiles, masked ones too. extra_memory: peak bytes beyond
     inputs, outputs and gradients. least: the bytes that remain when a cache catches every repeated read and write
     within a sweep, as it may where several heads' keys fit in it; between sweeps, whole tensors pass through.
@@ -143,14 +150,14 @@ def count(
     algorithm: str = "onchip",
     step: str = "forward",
     *,
+    score: Score | None = None,
     backend: str | None = None,
     needs: tuple[str, ...] = ("q", "k", "v"),
     tiles: Tiles | None = None,
     sram: int = SRAM,
     device: str | None = None,
 ) -> Traffic:
-    """The `Traffic` of one pass; the options are those of `orders.sweeps`."""
-    by_head = bool(problem.mask_parts) and mask.dependence(problem)[1]
+    """The `Traffic` of one pass; the options are those of `orders.sweeps`. score: the problem's, if it holds a bias."""
     options: dict[str, Any] = {
         "backend": backend,
         "needs": needs,
@@ -158,22 +165,28 @@ def count(
         "sram": sram,
         "device": device,
     }
-    found = orders.sweeps(problem, algorithm, step, by_head=by_head, **options)
+    found = orders.sweeps(problem, algorithm, step, mask=mask, **options)
+    held = stored.tensors(problem, mask, score)
     tensors: dict[str, Moved] = {}
     pairs = visible_pairs(problem, layout, mask, found[-1].tiles)
     area = sum(m * n for m, n in lengths(layout)) * problem.heads_q
     flops = tile_flops = least = 0
     for sweep in found:
-        part, visited = _sweep(problem, layout, mask, sweep)
-        least += _least(problem, layout, sweep, part)
-        for name, moved in part.items():
-            tensors[name] = tensors.get(name, Moved()) + moved
+        moves, visited = amounts.moves(problem, layout, mask, held, sweep)
+        for name, load, amount in moves:
+            least += amount.least
+            tensors[name] = tensors.get(name, Moved()) + _moved(amount, load)
         width = sum(getattr(problem, product) for product in sweep.products)
         flops += 2 * (area if sweep.every else pairs) * width
         tile_flops += 2 * visited * width
     extra = _extra_memory(problem, layout, algorithm, step, area, backend)
     shapes = {sweep.name: sweep.tiles for sweep in found}
     return Traffic(algorithm, step, problem.dtype, tensors, pairs, flops, tile_flops, extra, least, shapes)
+
+
+def _moved(amount: amounts.Amount, load: bool) -> Moved:
+    numbers, tiles, size, _ = amount
+    return Moved(numbers, 0, tiles, 0, size, 0) if load else Moved(0, numbers, 0, tiles, 0, size)
 
 
 def compare(
@@ -204,145 +217,16 @@ def theta_ratio(dim: int, sram: int) -> float:
     return sram / (dim * dim)
 
 
-def lengths(layout: Layout) -> list[tuple[int, int]]:
-    """(q_len, k_len) of each sequence."""
-    return list(zip(layout.q_lens, layout.k_lens, strict=True))
-
-
 def visible_pairs(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> int:
     """Visible (query, key) pairs over every sequence and query head; counted once for a mask, whatever the tiles."""
 
     def pairs() -> int:
         found = schedule.build(problem, layout, mask, tiles)
-        full = sum(_area(g.kinds == FULL, g, tiles) * g.heads for g in found.groups)
+        full = sum(amounts.area(g.kinds == FULL, g.q_len, g.k_len, tiles) * g.heads for g in found.groups)
         edges = (replace(g, kinds=g.kinds.masked_fill(g.kinds == FULL, EMPTY)) for g in found.groups)
         return full + replace(found, groups=tuple(edges)).pairs()
 
     return schedule.keep(problem, layout, mask, ("pairs",), pairs)
-
-
-def _area(chosen: Tensor, group: Group, tiles: Tiles) -> int:
-    """Pairs of the chosen tiles, for one head."""
-    rows = chosen.cpu().long() @ _sizes(group.k_len, tiles.tile_n)
-    return int(rows @ _sizes(group.q_len, tiles.tile_m))
-
-
-def built(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> Schedule:
-    """The schedule that a sweep runs: a stacked one visits what any query head of a key head needs."""
-    if not sweep.stacked:
-        problem = replace(problem, heads_k=problem.heads_q)
-    if sweep.by_rules:
-        mask = Mask(mask.band, mask.rows)
-    return schedule.build(problem, layout, mask, sweep.tiles)
-
-
-def visited(sweep: Sweep, group: Group) -> Tensor:
-    """Whether a sweep visits each tile: bool [m_blocks, n_blocks]."""
-    if sweep.every:
-        return torch.ones_like(group.kinds, dtype=torch.bool)
-    found = group.kinds != EMPTY
-    if sweep.never_none and found.numel():  # of a sweep by queries
-        found[:, 0] |= ~found.any(1)
-    return found
-
-
-def numbers(problem: Problem, name: str) -> tuple[str, int]:
-    """A tensor's side and how many numbers it has a row, key or pair."""
-    spec = TENSORS[name]
-    return spec.side, 1 if spec.width == "1" else getattr(problem, spec.width)
-
-
-def itemsize(problem: Problem, name: str, wide: frozenset[str] = frozenset()) -> int:
-    kind = "sum" if name in wide else TENSORS[name].kind
-    return {"dtype": problem.dtype.itemsize, "sum": problem.accumulate.itemsize, "byte": 1}[kind]
-
-
-@dataclass
-class _Amounts:
-    """Rows, keys or pairs, and tiles, that one tensor of each side moves in a sweep."""
-
-    visit: dict[str, list[int]]
-    once: dict[str, list[int]]
-    seen: dict[str, list[int]]
-
-
-def _sweep(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> tuple[dict[str, Moved], int]:
-    """What a sweep moves, and the pairs of the tiles that it visits."""
-    amounts = _amounts(problem, layout, mask, sweep)
-    moved: dict[str, Moved] = {}
-    lists = (
-        (amounts.once, sweep.once_load, sweep.once_store),
-        (amounts.seen, sweep.seen_load, ()),
-        (amounts.visit, sweep.visit_load, sweep.visit_store),
-    )
-    for source, loads, stores in lists:
-        for names, load in ((loads, True), (stores, False)):
-            for name in names:
-                side, width = numbers(problem, name)
-                rows, tiles = source[side]
-                size = itemsize(problem, name, sweep.wide)
-                total = rows * width
-                one = (
-                    Moved(total, 0, tiles, 0, total * size, 0)
-                    if load
-                    else Moved(0, total, 0, tiles, 0, total * size)
-                )
-                moved[name] = moved.get(name, Moved()) + one
-    return moved, amounts.visit["s"][0]
-
-
-def _amounts(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> _Amounts:
-    visit, once, seen = ({side: [0, 0] for side in "qks"} for _ in range(3))
-    for q_len, k_len in lengths(layout):
-        m_blocks, n_blocks = sweep.tiles.count(q_len, k_len)
-        _add(once["q"], q_len * problem.heads_q, m_blocks * problem.heads_q)
-        _add(once["k"], k_len * problem.heads_k, n_blocks * problem.heads_k)
-    if sweep.every:
-        area = sum(m * n for m, n in lengths(layout))
-        tiles = sum(m * n for m, n in (sweep.tiles.count(*own) for own in lengths(layout)))
-        _add(visit["s"], area * problem.heads_q, tiles * problem.heads_q)
-        return _Amounts(visit, once, seen)
-    for group in built(problem, layout, mask, sweep).groups:
-        seen_tiles = visited(sweep, group).cpu().long()
-        height = _sizes(group.q_len, sweep.tiles.tile_m)
-        width = _sizes(group.k_len, sweep.tiles.tile_n)
-        heads = group.heads  # over its sequences
-        heads_k = heads // problem.group if sweep.stacked else heads
-        by_row, by_key, count = seen_tiles.sum(1), seen_tiles.sum(0), int(seen_tiles.sum())
-        _add(visit["q"], int(by_row @ height) * heads, count * heads)
-        _add(visit["k"], int(by_key @ width) * heads_k, count * heads_k)
-        _add(visit["s"], _area(seen_tiles, group, sweep.tiles) * heads, count * heads)
-        some_row, some_key = (by_row > 0).long(), (by_key > 0).long()
-        _add(seen["q"], int(some_row @ height) * heads, int(some_row.sum()) * heads)
-        _add(seen["k"], int(some_key @ width) * heads_k, int(some_key.sum()) * heads_k)
-    return _Amounts(visit, once, seen)
-
-
-def _add(total: list[int], amount: int, tiles: int) -> None:
-    total[0] += amount
-    total[1] += tiles
-
-
-def _sizes(length: int, tile: int) -> Tensor:
-    """The length of each tile, the last one cut."""
-    start = torch.arange(0, length, tile)
-    return (start + tile).clamp(max=length) - start
-
-
-def _least(problem: Problem, layout: Layout, sweep: Sweep, moved: dict[str, Moved]) -> int:
-    """Bytes of a sweep that reads no tensor, and writes none, more than once as a whole."""
-    sizes = lengths(layout)
-    whole = {
-        "q": sum(m for m, _ in sizes) * problem.heads_q,
-        "k": sum(n for _, n in sizes) * problem.heads_k,
-        "s": sum(m * n for m, n in sizes) * problem.heads_q,
-    }
-    total = 0
-    for name, part in moved.items():
-        side, width = numbers(problem, name)
-        size = whole[side] * width * itemsize(problem, name, sweep.wide)
-        total += min(part.read_bytes, size) + min(part.write_bytes, size)
-    return total
 
 
 def _extra_memory(

@@ -200,7 +200,8 @@ def _timed(
     case: Case, step: str, ready: list[_Ready], truth: Call, device: str, regime: Regime, tick: Any
 ) -> list[Row]:
     problem, operands = truth.problem, truth.operands
-    least = traffic.count(problem, operands.layout, operands.mask, "minimum", step)
+    stated = problem, operands.layout, operands.mask
+    least = traffic.count(*stated, "minimum", step, score=operands.score)
     where = devices.recognized(torch.cuda.get_device_name()) if device == "cuda" else devices.this_cpu()
     floor = None if where is None else least.floor(where).seconds
     memory = {one.peer.name: _peak(one.steps[step], device) for one in ready}

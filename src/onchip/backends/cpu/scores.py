@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip import rules
+from onchip import rules, stored
+from onchip.backends.cpu.trace import load_pairs, store_pairs, tracing
 from onchip.dropout import keep
 from onchip.mask import Region
 from onchip.problem import Operands, Problem
@@ -39,11 +40,16 @@ class Steps(NamedTuple):
     unmodified: Tensor | None  # before the mod
 
 
-def _modified(score: Score, raw: Tensor, region: Region, keep_steps: bool) -> tuple[Tensor, Steps]:
+def _modified(
+    score: Score, raw: Tensor, region: Region, group: int, keep_steps: bool
+) -> tuple[Tensor, Steps]:
     """Scaled scores after softcap, ALiBi, bias and mod: [g, heads, tile_m, tile_n]."""
     slope = None if score.alibi is None else _slopes(score.alibi, region).to(raw.dtype)
     distance = None if slope is None else _distance(region).to(raw.dtype)
-    bias = None if score.bias is None else region.cut(_four(score.bias)).to(raw.dtype)
+    bias = None
+    if score.bias is not None:
+        bias = region.cut(_four(score.bias)).to(raw.dtype)
+        load_pairs("bias", score.bias, region, group)
     s = rules.modify(raw, torch.tanh, score.softcap, slope, distance, bias)
     if score.mod is None:
         return s, Steps(raw if keep_steps else None, None)
@@ -89,6 +95,9 @@ class Grid:
 
     def _make_limit(self) -> Limit:
         visible = self.operands.mask.allow(self.region)
+        if tracing():
+            for name, tensor in stored.looked_up(self.operands.mask):
+                load_pairs(name, tensor, self.region, self.problem.group)
         ceiling = torch.where(visible, torch.inf, -torch.inf).to(self.problem.accumulate)
         blind, unseen = ~visible.any(3, keepdim=True), ~visible.any(2, keepdim=True)
         return Limit(visible, ceiling, blind if blind.any() else None, unseen if unseen.any() else None)
@@ -113,7 +122,7 @@ class Grid:
         """Scaled q.k to modified and masked scores, in log2 units where nothing modifies them; may overwrite s."""
         steps = Steps(None, None)
         if not folds:
-            s, steps = _modified(self.operands.score, s, self.region, keep_steps)
+            s, steps = _modified(self.operands.score, s, self.region, self.problem.group, keep_steps)
             s = s.contiguous()
         if self.limit is not None:
             s = torch.minimum(s, self.limit.ceiling, out=s)
@@ -192,6 +201,8 @@ class ScoreGrads:
                 ds.masked_fill_(~grid.limit.visible, 0.0)
         if self.bias is not None:
             _add_broadcast(self.bias, ds, region)
+            load_pairs("dbias", self.bias, region, piece.problem.group)
+            store_pairs("dbias", self.bias, region, piece.problem.group)
         if self.alibi is not None:
             by_head = -(ds * _distance(region)).sum((2, 3))  # [g, heads]
             heads = slice(region.head0, region.head1)

@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from onchip.mask import Region
+from onchip.stored import own_sizes
+
 
 @dataclass
 class Trace:
-    """Numbers (elements) and tiles moved, by tensor name; one tile of one head of one sequence counts once."""
+    """Numbers (elements) and tiles moved, by tensor name; one tile of one head of one sequence counts once.
+
+    A tile has the query heads of a key head as rows. What a bias or a mask has in common for these heads, or for some
+    queries or keys, is one number of the tile; tiles that are computed side by side each read their own.
+    """
 
     loads: dict[str, int] = field(default_factory=dict)
     stores: dict[str, int] = field(default_factory=dict)
@@ -55,6 +62,30 @@ def store(name: str, tile: Tensor, heads: int) -> None:
         _add(counts.stores, counts.tiles_stored, name, tile, heads)
 
 
+def load_pairs(name: str, tensor: Tensor, region: Region, group: int) -> None:
+    """Note that a region of a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k) was read.
+
+    group: query heads of a key head, which are one tile.
+    """
+    if (counts := _current.get()) is not None:
+        _add_pairs(counts.loads, counts.tiles_loaded, name, tensor, region, group)
+
+
+def store_pairs(name: str, tensor: Tensor, region: Region, group: int) -> None:
+    if (counts := _current.get()) is not None:
+        _add_pairs(counts.stores, counts.tiles_stored, name, tensor, region, group)
+
+
 def _add(numbers: dict[str, int], tiles: dict[str, int], name: str, tile: Tensor, heads: int) -> None:
     numbers[name] = numbers.get(name, 0) + tile.numel()
     tiles[name] = tiles.get(name, 0) + heads
+
+
+def _add_pairs(
+    numbers: dict[str, int], tiles: dict[str, int], name: str, tensor: Tensor, region: Region, group: int
+) -> None:
+    _, heads, rows, keys = (n > 1 for n in own_sizes(tensor))
+    count = region.batch.numel() * (region.head1 - region.head0) // (1 if heads else group)
+    tile = (region.q1 - region.q0 if rows else 1) * (region.k1 - region.k0 if keys else 1)
+    numbers[name] = numbers.get(name, 0) + count * tile
+    tiles[name] = tiles.get(name, 0) + count
