@@ -91,6 +91,28 @@ def test_triton_s_order(name, sweep):
     assert visits("triton", step, sweep, 200, 250, mask) == wanted
 
 
+@pytest.mark.parametrize("backend, sweep", [*(("triton", s) for s in PASSES), ("hopper", "attend")])
+def test_a_stored_mask_is_read_where_a_list_says_partial(backend, sweep):
+    """The tiles whose elements a kernel looks at: a last one that is cut off is among them though all of it shows."""
+    (step, by_key), place = PASSES[sweep], Dense(1, 200, 250)
+    visible = torch.rand(200, 250) < 0.5
+    visible[:, 64:] = True
+    visible[64:128] = False
+    mask = onchip.dense(visible)
+    problem, x = stated(200, 250, mask), torch.empty(0)
+    operands = Operands(x, x, x, place, mask, onchip.Score())
+    made, _ = lists.build(problem, operands, TILES, by_key, rows=backend == "hopper")
+    wanted = set()
+    for i, (partial, _) in enumerate(made.counts[0, 0].tolist()):
+        wanted |= {(j, i) if by_key else (i, j) for j in made.tiles[0, 0, i, :partial].tolist()}
+    options = {"tiles": TILES, "backend": backend}
+    walked = [s for s in steps.walk(problem, place, mask, "onchip", step, **options) if s.phase == sweep]
+    looks = {(s.m_block, s.n_block) for s in walked if "mask" in s.load}
+    blind = {(1, 0)} if backend == "hopper" else set()  # its rows see nothing, and visit one block
+    assert looks == wanted | blind and len(wanted) > 6
+    assert {(3, 7) if by_key else (0, 7)} <= wanted
+
+
 def hopper(i, seqlen_q, seqlen_k, band):
     """The blocks of keys that a tile of the Hopper kernel visits under a band, or None where it cuts keys off."""
     first = end = 0

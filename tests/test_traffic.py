@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import onchip
-from contract_masks import MASKS, Shape, full_truth
+from contract_masks import MASKS, Masked, Shape, full_truth
 from onchip import orders, problem as problems, steps, traffic
 from onchip.backends.cpu import native, tiled
 from onchip.layout import Dense
-from onchip.schedule import Tiles
+from onchip.mask import Region
+from onchip.schedule import PARTIAL, Tiles
 from test_schedule import state, true_kinds
 
 
@@ -148,8 +149,7 @@ def test_the_cpu_loop_reads_a_stored_mask_as_the_model_says(has):
             visible[..., 32:64] = False
         stored = onchip.dense(visible)
         for mask in (stored, stored & onchip.causal(), stored | onchip.window(3, 3), stored & stored):
-            problem, place, mask = state(shape, heads_k, None)[0], state(shape, heads_k, None)[1], mask
-            problem = dataclasses.replace(problem, mask_parts=mask.names)
+            problem, place, _ = state(shape, heads_k, Masked(mask, lambda *_: None))
             operands = operands_of(shape, heads_k, problem, place, mask, onchip.Score())
             tiles = Tiles(16, 32)
             found = modelled(problem, place, mask, None, "qkv", tiles)
@@ -196,22 +196,24 @@ def test_what_is_read_once_is_what_some_tile_reads(has):
         marks = {what: torch.zeros(broadcast(shape, has), dtype=torch.bool) for what in ("bias", "mask")}
         tiles = Tiles(16, 32)
         for b, (q_len, k_len) in enumerate(zip(shape.q_lens, shape.k_lens, strict=True)):
-            region = onchip.mask.Region(torch.tensor([b]), 0, 4, 0, q_len, 0, k_len, q_len, k_len)
-            seen = (
-                mask.allow(region)[0].expand(4, q_len, k_len)
-                if q_len and k_len
-                else torch.ones(4, q_len, k_len)
-            )
-            kinds = true_kinds(seen.bool(), tiles)
-            kinds = torch.where((kinds == kinds[0::2].repeat_interleave(2, 0)), kinds, 1)
-            for h, i, j in kinds.nonzero().tolist():
-                both = kinds[h // 2 * 2 : h // 2 * 2 + 2, i, j]
-                kind = int(both[0]) if len(set(both.tolist())) == 1 else 1
-                ends = min(q_len, 16 * (i + 1)), min(k_len, 32 * (j + 1))
-                where = (b, h, slice(16 * i, ends[0]), slice(32 * j, ends[1]))
-                own = tuple(at if one else slice(None) for at, one in zip(where, has, strict=True))
-                for what in ("bias", "mask")[: 2 if kind == 1 else 1]:
-                    marks[what][own] = True
+            region = Region(torch.tensor([b]), 0, 4, 0, q_len, 0, k_len, q_len, k_len)
+            if q_len == 0 or k_len == 0:
+                continue
+            kinds = true_kinds(mask.allow(region)[0].expand(4, q_len, k_len), tiles).view(2, 2, -1)
+            both = torch.where(
+                kinds[:, :1] == kinds[:, 1:], kinds, PARTIAL
+            )  # heads of a key head are one tile
+            for h, i, j in both.view(4, *tiles.count(q_len, k_len)).nonzero().tolist():
+                place_of = (
+                    b,
+                    h,
+                    slice(16 * i, min(q_len, 16 * i + 16)),
+                    slice(32 * j, min(k_len, 32 * j + 32)),
+                )
+                own = tuple(at if one else slice(None) for at, one in zip(place_of, has, strict=True))
+                marks["bias"][own] = True
+                if both.view(4, *tiles.count(q_len, k_len))[h, i, j] == PARTIAL:
+                    marks["mask"][own] = True
         found = traffic.count(problem, place, mask, "minimum", score=score, tiles=tiles)
         exact = problem.layout == "dense"
         for what, marked in marks.items():

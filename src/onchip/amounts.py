@@ -254,7 +254,10 @@ def _distinct(sweep: Sweep, own: list[Cell], chosen: list[Tensor], stored: Store
 
 
 def _union(sweep: Sweep, asking: list[tuple[Cell, Tensor]], stored: Stored) -> tuple[int, int]:
-    """Numbers and tiles of one sequence's and head's share of the tensor that some cell asks for."""
+    """Numbers and tiles of one sequence's and head's share of the tensor that some cell asks for.
+
+    Where cut tiles of two lengths lie on one another, the larger of each side counts.
+    """
     _, _, by_row, by_key = stored.has
     shape = [max((seen.shape[dim] for _, seen in asking), default=0) for dim in (0, 1)]
     height, width = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
