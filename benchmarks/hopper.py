@@ -183,16 +183,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.1, help="seconds of idling before a measurement")
     parser.add_argument("--commit", help="where git does not tell it")
+    parser.add_argument("--only", choices=("grid", "others"), help="one half of the benchmark")
     options = parser.parse_args()
     if options.fa3 is not None:
         torch.ops.load_library(str(options.fa3))
     results, ratios = [], []
-    for dim, seqlen, causal in itertools.product(
-        (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), (False, True)
-    ):
+    grid = itertools.product((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), (False, True))
+    for dim, seqlen, causal in () if options.only == "others" else grid:
         rates = cell(dim, seqlen, causal, options.fa3 is not None, options.rounds, options.pause)
         ratios.append(record(results, rates, dim, seqlen, causal))
-    print("geometric mean:", round(statistics.geometric_mean(ratios), 4), flush=True)
+    if ratios:
+        print("geometric mean:", round(statistics.geometric_mean(ratios), 4), flush=True)
     regime = f"cool: {options.pause} s idle before each, CUDA graphs, interleaved, medians of {options.rounds} rounds"
     versions = {"cudnn": str(torch.backends.cudnn.version())}
     if options.fa3 is not None:
@@ -203,7 +204,7 @@ def main() -> None:
             write(options.out, results, regime, options.commit, **versions)
 
     keep()  # whatever becomes of the rest
-    for name, (call, check, share) in others().items():
+    for name, (call, check, share) in ({} if options.only == "grid" else others()).items():
         check()
         (ms,) = interleaved({"onchip": captured(call)}, 4, options.rounds + 1, options.pause).values()
         results.append({"case": "other", "name": name, "ms": ms, "share": share})

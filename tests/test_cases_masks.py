@@ -125,13 +125,17 @@ def test_c39_causal_is_aligned_to_the_used_lengths(backend):
     )
 
 
-@pytest.mark.parametrize("lengths", [20, [20], [3, 11]])
+def test_c40_a_length_beyond_the_keys(backend):
+    q, k, v = qkv(1, 4, 10, 1)
+    with pytest.raises(ValueError, match=r"padding.*20.*10"):
+        onchip.attention(q, k, v, mask=onchip.padding(20), backend=backend)
+
+
+@pytest.mark.parametrize("lengths", [[20], [3, 11]])
 def test_c40_lengths_beyond_the_keys(backend, lengths):
-    batch = 1 if isinstance(lengths, int) else len(lengths)
-    q, k, v = qkv(batch, 4, 10, 1)
-    lengths = lengths if isinstance(lengths, int) else torch.tensor(lengths)
+    q, k, v = qkv(len(lengths), 4, 10, 1)
     with pytest.raises(ValueError, match=r"padding.*(20|11).*10"):
-        onchip.attention(q, k, v, mask=onchip.padding(lengths), backend=backend)
+        onchip.attention(q, k, v, mask=onchip.padding(torch.tensor(lengths)), backend=backend)
 
 
 def test_c40_seqused_beyond_the_sequence(backend):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from compile_kernels import Offline
-from triton import knobs
+from sass import disassembly, unset
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
@@ -74,15 +74,6 @@ def assembler_report(ptx: str) -> str:
         return run.stderr + run.stdout
 
 
-def disassembly(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
-
-
 def loops(sass: str) -> list[str]:
     """The innermost loops: from a label to the nearest branch back to it, without another such pair inside."""
     lines = sass.splitlines()
@@ -122,6 +113,7 @@ def report(case: str) -> dict:
         "serialized": "serializ" in text,
         "loops": len(products),
         "spills_in_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in products),
+        "unset": unset(sass),
         "overlap": all(overlaps(loop) for loop in products),
         "named_barriers": sorted({int(n) for n in re.findall(r"bar\.(?:sync|arrive)\s+(\d+)", ptx)}),
         "kilobytes": round(len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", sass)) * 16 / 1024),

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from sass import disassembly, unset
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import get_ptxas
@@ -48,6 +49,9 @@ CASES = {
         0.0,
     ),
     "bias d64": (64, onchip.causal(), onchip.Score(bias=torch.zeros(4, 1024, 1024)), 0.0),
+    # Not for the bulk copy engine; values narrower than keys, and the other way round.
+    "window d100, dim_v 3": ((100, 3), onchip.window(300, 5), onchip.Score(), 0.0),
+    "full d17, dim_v 63": ((17, 63), onchip.Mask(), onchip.Score(), 0.0),
 }
 
 
@@ -120,23 +124,25 @@ def main(spec: str) -> None:
     launch.Step.run = record(found)
     wanted = sys.argv[2:] or CASES
     for case in wanted:
-        dim, mask, score, dropout = CASES[case]
-        q = torch.empty(1, 1024, 4, dim, dtype=torch.bfloat16)
-        place = problems.dense_layout(q, q, q)
-        problem = problems.state(q, q, q, place, "dense", mask, score, dropout=dropout)
+        dims, mask, score, dropout = CASES[case]
+        dim, dim_v = dims if isinstance(dims, tuple) else (dims, dims)
+        q, v = (torch.empty(1, 1024, 4, n, dtype=torch.bfloat16) for n in (dim, dim_v))
+        place = problems.dense_layout(q, q, v)
+        problem = problems.state(q, q, v, place, "dense", mask, score, dropout=dropout)
         seed = torch.zeros(1, dtype=torch.int64) if case.endswith("in memory") else 0
-        operands = Operands(q, q, q, place, mask, score, seed)
+        operands = Operands(q, q, v, place, mask, score, seed)
         found.clear()
         output = forward_pass.forward(problem, operands)
         needs = frozenset({"q", "k", "v"} | {n for n in ("bias", "alibi") if getattr(score, n) is not None})
         backward_pass.backward(
-            problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(q), None
+            problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(output.out), None
         )
         for kernel, compiled in found:
             line = {"case": case, "kernel": kernel, "shared": compiled.metadata.shared}
             if backend == "cuda":
                 ptx = compiled.asm["ptx"]
                 line["registers"], line["spills"] = registers(ptx, int(arch))
+                line["unset"] = unset(disassembly(compiled.asm["cubin"])) if arch == "90" else []
                 line["tensor_core"] = bool(re.search(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx))
             else:
                 line["tensor_core"] = "mfma" in compiled.asm["amdgcn"]

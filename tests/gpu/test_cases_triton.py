@@ -28,6 +28,7 @@ MODULES = (
 ON_CPU_ONLY = {
     "test_c34_a_sequence_longer_than_max_seqlen",
     "test_c40_cache_lengths_beyond_the_cache",
+    "test_c40_lengths_beyond_the_keys",
     "test_c81_append_past_capacity",
     "test_c81_append_past_the_last_page",
     "test_c82_page_table_too_narrow",

@@ -7,16 +7,26 @@ import sys
 from pathlib import Path
 
 import pytest
+from sass import unset
 
 # Shared memory of a block, bytes (CUDA programming guide, table of compute capabilities; CDNA 3 instruction set guide).
 SHARED = {"cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx942": 65536}
 # Bytes of registers spilled that are known: dK and dV at once leave none free beside a bias, a mask function or a mod.
 SPILLS = 150
+ODD, ODD_V = "window d100, dim_v 3", "full d17, dim_v 63"
 MORE_SPILLS = {  # Ampere's products keep both operands in registers
     ("cuda:80", "where d128", "dkdv_kernel"): 400,
     ("cuda:80", "bias d64", "dbias_kernel"): 240,
     ("cuda:80", "dropout d64", "dq_kernel"): 160,
     ("cuda:80", "dropout d64, its seed in memory", "dq_kernel"): 160,
+    # Loads of one number at a time, each with an address and a mask.
+    **{("cuda:80", ODD, step): 640 for step in ("dkdv_kernel", "dq_kernel")},
+    **{
+        (target, ODD, step): 360
+        for target in ("cuda:90", "cuda:100")
+        for step in ("dkdv_kernel", "dq_kernel")
+    },
+    **{("cuda:90", ODD_V, step): 520 for step in ("forward_kernel", "dkdv_kernel")},
 }
 PRODUCTS = {"forward_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel"}
 # The newest Triton beside the one that is installed: `make test` puts it there.
@@ -40,12 +50,29 @@ def check(kernels: list[dict], target: str, spills: int) -> None:
         assert kernel["shared"] <= SHARED[target], kernel
         known = MORE_SPILLS.get((target, kernel["case"], kernel["kernel"]), spills)
         assert kernel.get("spills", 0) <= known, kernel
+        assert not kernel.get("unset"), kernel
         assert kernel["tensor_core"] == (kernel["kernel"] in PRODUCTS), kernel
 
 
 @pytest.mark.parametrize("target", SHARED)
 def test_kernels_compile(target):
     check(compiled(target), target, SPILLS)
+
+
+def test_a_register_that_nothing_sets_is_seen():
+    """As ptxas 12.8 left it where K and V of two widths shared an address."""
+    code = """
+        /*0000*/                   USHF.R.U32.HI UR4, URZ, 0x4, UR9 ;
+        /*0010*/                   UIADD3.64 UR6, UR4, 0x2, URZ ;
+        /*0020*/              @!P0 UMOV UR9, 0x40000040 ;
+        /*0030*/                   HGMMA.64x16x16.F32 R88, R24, gdesc[UR4].tnspB, R88, gsb0 ;
+        /*0040*/                   HGMMA.64x16x16.F32 R88, gdesc[UR4], R88, gsb0 ;
+    """
+    assert unset(code) == [
+        "USHF.R.U32.HI UR4, URZ, 0x4, UR9",
+        "UIADD3.64 UR6, UR4, 0x2, URZ",  # of two registers, the second is not set
+        "HGMMA.64x16x16.F32 R88, gdesc[UR4], R88, gsb0",
+    ]
 
 
 if NEWEST.exists():

@@ -59,7 +59,14 @@ def power(n: int) -> int:
 
 @lru_cache(maxsize=256)
 def _dims(dim: int, dim_v: int) -> dict[str, int]:
-    return {"D": dim, "DIM": max(power(dim), 16), "DV": dim_v, "DIM_V": max(power(dim_v), 16)}
+    """The head dims, and the widths of tiles that hold them.
+
+    Neither tile is narrower than 128 bytes of half precision where the other is not. Tiles of two widths lie in shared
+    memory in two patterns, and where K and V share an address, ptxas (12.8, of Triton 3.6) then built descriptors of V
+    from registers that nothing had set: dims (40, 3) gave wrong results.
+    """
+    least = max(16, min(64, power(max(dim, dim_v))))
+    return {"D": dim, "DIM": max(power(dim), least), "DV": dim_v, "DIM_V": max(power(dim_v), least)}
 
 
 @lru_cache(maxsize=16)

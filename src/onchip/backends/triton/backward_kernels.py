@@ -115,7 +115,7 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
                   WANT_V: tl.constexpr):  # fmt: skip
     """dK and dV of a key tile, those that are wanted, from the query tiles at positions [lo, hi) of one head."""
     keys = (n0 + tl.arange(0, TILE_N))[:, None]
-    AHEAD: tl.constexpr = (lists is not None) and (q_desc is not None)  # see tile_number
+    AHEAD: tl.constexpr = lists is not None  # see tile_number
     number = lo
     if AHEAD:
         number = tile_number(lists, b, h, j, lo, hi, width)
@@ -314,7 +314,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, lse, rest, 
     slope = tl.zeros([TILE_M], tl.float32)
     lo, full_lo, full_hi, hi = tile_range(place, band, rows, lists, b, h, i, qi, ok, q_len, k_len, TILE_M, TILE_N,
                                           FN)  # fmt: skip
-    AHEAD: tl.constexpr = (lists is not None) and (k_desc is not None)  # see tile_number
+    AHEAD: tl.constexpr = lists is not None  # see tile_number
     for part in tl.static_range(FIRST, LAST):
         start = lo if part == 0 else (full_lo if part == 1 else full_hi)
         stop = full_lo if part == 0 else (full_hi if part == 1 else hi)

@@ -36,7 +36,7 @@ def attend(acc, row_max, row_sum, q, k: View, v: View, k_desc, v_desc, place: Pl
            TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr,
            CLEAN: tl.constexpr, MASKED: tl.constexpr, MODIFIED: tl.constexpr):  # fmt: skip
     """Online softmax over the tiles at positions [lo, hi). row_max is in units of log2 unless scores are MODIFIED."""
-    AHEAD: tl.constexpr = (lists is not None) and (k_desc is not None)  # see tile_number
+    AHEAD: tl.constexpr = lists is not None  # see tile_number
     number = lo
     if AHEAD:
         number = tile_number(lists, b, head, i, lo, hi, width)

@@ -180,8 +180,7 @@ def tile_number(lists, b, head, i, position, end, width):
     """The key tile at a position of tile row i, 0 past its end.
 
     Loops that read a list read it a step ahead: a load of a tile that waits for the load of its number would stop the
-    pipeline. That is for tiles that the bulk copy engine brings; beside loads by pointers, of which the compiler
-    pipelines some and not others, a number carried over from the step before gave wrong results (Triton 3.6, dim_v 3).
+    pipeline.
     """
     number = position
     if lists is not None:
