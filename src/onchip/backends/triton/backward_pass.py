@@ -172,12 +172,12 @@ def _meta(launch: Launch, chosen: Config, function: Any) -> dict[str, Any]:
 
 def _delta_step(launch: Launch, name: str) -> Step:
     problem = launch.problem
-    tile = 64 if problem.dim_v <= 128 else 16
+    tile = 32 if problem.dim_v <= 128 else 16
     m_blocks = -(-problem.seqlen_q // tile)
-    return Step(
+    return Step(  # of one warp: several would write a row's sum to shared memory side by side
         kernels.delta_kernel, (m_blocks * problem.heads_q * problem.batch,),
         (*launch.lengths, problem.heads_q, m_blocks),
-        DV=problem.dim_v, DIM_V=launch.dims["DIM_V"], TILE_M=tile, num_warps=4)  # fmt: skip
+        DV=problem.dim_v, DIM_V=launch.dims["DIM_V"], TILE_M=tile, num_warps=1)  # fmt: skip
 
 
 def _key_step(launch: Launch, name: str) -> tuple[Step, Config]:
