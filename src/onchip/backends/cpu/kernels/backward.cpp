@@ -8,38 +8,26 @@ namespace {
 int64_t find_chunks(const Call& c) {
   if (c.chunks) return c.chunks;
   const int64_t pieces = (c.join_batch ? 1 : c.n_members) * (c.join_heads ? 1 : c.heads_k);
-  if (pieces == 0) return 1;
   // 16 pieces of work; fewer keys than 512 a chunk are not worth a sum of their own.
-  return most<int64_t>(1, least(parts(16, pieces), (c.k_to - c.k_from) / 512));
+  return most<int64_t>(1, least(parts(16, most<int64_t>(pieces, 1)), (c.k_to - c.k_from) / 512));
 }
 
 int64_t dq_size(const Call& c) { return c.dim * ROWS; }  // floats of the sum of a block
 
-struct Packed {  // rows of Q or dout as products want them: columns [dim][lanes], rows [lanes][dim]
-  float *columns, *rows;
-};
-
 struct Block {  // rows of Q, with what the pass reads of them
   Rows rows;
-  Packed q, dout;
-  float* dq;  // sums [dim][lanes]
+  float *q, *dout;  // as products want them: columns [dim][lanes], then rows [lanes][dim]
+  float* dq;        // sums [dim][lanes]
   // lse in the unit of the scores, what it lost to rounding, and delta = dout . out - dlse.
   alignas(64) float lse[ROWS], rest[ROWS], delta[ROWS];
 };
-
-int64_t most_blocks(const Call& c) {  // of one run of rows
-  int64_t n = 0;
-  for (int64_t i = 0; i < c.n_members; i++) n = most(n, cut(c, sequence(c, i)).per_head);
-  return n;
-}
 
 template <int T>
 struct Worker : Tile {
   using E = Products<T>;
   static constexpr int64_t OF_PAIRS = E::DEPTH == 2 ? 2 : 0;  // bytes of a number in what only products of pairs need
-  const Plan& plan;
   float* const dq_parts;
-  const int64_t chunk_keys, longest = most_blocks(c);
+  const int64_t chunk_keys, longest = parts(c.q_to - c.q_from, ROWS);  // most blocks of a run of rows
   const int64_t dim = round_up(c.dim, VL), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
   const int64_t width = dim * ROWS / E::DEPTH, width_v = dim_v * ROWS / E::DEPTH;  // floats of a block of Q, of dout
   const Buffer blocks{longest * (int64_t)sizeof(Block)}, packed{longest * 2 * (width + width_v) * 4};
@@ -48,8 +36,7 @@ struct Worker : Tile {
   const Buffer p{KEYS * ROWS * 4}, narrow_{KEYS * ROWS * OF_PAIRS}, pairs{KEYS * ROWS * OF_PAIRS};
   const Buffer slope{c.softcap != 0 ? KEYS * ROWS * 4 : 0};
 
-  Worker(const Call& call, const Plan& of_call, float* parts_, int64_t keys)
-      : Tile(call), plan(of_call), dq_parts(parts_), chunk_keys(keys) {}
+  Worker(const Plan& p, float* parts_, int64_t keys) : Tile(p), dq_parts(parts_), chunk_keys(keys) {}
   Block& block(int64_t i) const { return ((Block*)blocks.data)[i]; }
 
   // One key head of one sequence, keys [begin, end).
@@ -82,23 +69,16 @@ struct Worker : Tile {
   }
 
   void write_queries(const Rows& r, const float* dq) {
-    alignas(64) float scale[ROWS];
-    for (float& x : scale) x = (float)c.scale;
-    if (c.dq.data) unpack_columns<T>(c.dq, r, c.dim, dq, scale);
+    if (c.dq.data) Read<T>::unpack_columns(c.dq, r, c.dim, dq, [&](int64_t) { return all((float)c.scale); });
   }
 
   void prepare(int64_t j, const Rows& r, int64_t chunk, float* dq) {
-    Block& b = block(j);
-    b.rows = r;
-    b.dq = dq;
-    if (!dq_parts) std::memset(dq, 0, (size_t)dq_size(c) * 4);
     float* to = packed.floats() + j * 2 * (width + width_v);
-    b.q = {to, to + width};
-    b.dout = {to + 2 * width, to + 2 * width + width_v};
+    Block& b = block(j) = {r, to, to + 2 * width, dq};
+    if (!dq_parts) std::memset(dq, 0, (size_t)dq_size(c) * 4);
     const char *q[ROWS] = {}, *dout[ROWS] = {};
     for (int i = 0; i < r.lanes; i++) {
       b.lse[i] = INFINITY;  // 2^(s - inf) = 0: rows without a key, and lanes without a row, weigh nothing
-      b.rest[i] = b.delta[i] = 0;
       if (i >= r.count) continue;
       const int64_t row = r.statistic(c, i);
       const double lse = (double)c.lse[row] + c.rest[row], sink = c.sink ? c.sink[r.query_head(i)] : 0;
@@ -124,48 +104,46 @@ struct Worker : Tile {
     Vec total = all(0.0f);
     for (int64_t d = 0; d < n; d += VL)
       total = fma(load_some<T>(a + d * SIZE<T>, n - d), load_some<T>(b + d * SIZE<T>, n - d), total);
-    return sum(total);
+    float sum = 0;
+    for (int i = 0; i < VL; i++) sum += total[i];
+    return sum;
   }
 
   // Zeros from null; rows are [lanes][ld] floats, or [lanes / 2][ld] pairs of two.
-  static void pack(const char* const* from, int lanes, int64_t n, int64_t ld, Packed to) {
-    pack_columns<T>(from, lanes, n, to.columns);
+  static void pack(const char* const* from, int lanes, int64_t n, int64_t ld, float* to) {
+    Read<T>::pack_columns(from, lanes, n, to);
+    to += ld * ROWS / E::DEPTH;
     for (int i = 0; i < lanes; i += E::DEPTH)
-      if (E::DEPTH == 1) copy_row<T>(from[i], n, (char*)(to.rows + i * ld), ld);
+      if (E::DEPTH == 1) Read<T>::copy_row(from[i], n, (char*)(to + i * ld), ld);
       else
-        for (int64_t d = 0; d < n; d += VL) store(to.rows + i / 2 * ld + d, interleave(from[i], from[i + 1], d, n));
+        for (int64_t d = 0; d < n; d += VL) store(to + i / 2 * ld + d, interleave(from[i], from[i + 1], d, n));
   }
 
   // Keys k0 ... k0 + n - 1 against the prepared blocks.
   void key_tile(const Source& of_k, const Source& of_v, int64_t chunk, int64_t k0, int n, int64_t count, float* dk_tile,
                 float* dv_tile) {
-    copy_keys<T>(of_k, k0, n, nullptr, k.bytes(), round_up(c.dim, E::DEPTH));
-    copy_keys<T>(of_v, k0, n, nullptr, v.bytes(), round_up(c.dim_v, E::DEPTH));
-    KeyTile columns{k.bytes(), c.dim * 4, n};  // rows of floats are their own
-    if (E::DEPTH == 2) columns = copy_columns<T>(of_k, k0, n, nullptr, k_columns);
+    const KeyTile k_rows = Read<T>::copy_keys(of_k, k0, n, nullptr, k, round_up(c.dim, E::DEPTH));
+    const KeyTile v_rows = Read<T>::copy_keys(of_v, k0, n, nullptr, v, round_up(c.dim_v, E::DEPTH));
+    KeyTile columns = k_rows;  // rows of floats are their own
+    if (E::DEPTH == 2) columns = Read<T>::copy_columns(of_k, k0, n, nullptr, k_columns);
     for (int64_t j = 0; j < count; j++) {
       const Block& b = block(j);
       const Rows& r = b.rows;
       const Look look = see(c, r, k0, k0 + n, seen());
       if (look.n == 0) continue;
       const int64_t skip = look.k0 - k0;
-      product(k, c.dim, skip, b.q.columns, s, r.lanes, look.n);
-      product(v, c.dim_v, skip, b.dout.columns, p, r.lanes, look.n);
+      Read<T>::product(k_rows, skip, c.dim, b.q, s.floats(), r.lanes, look.n);
+      Read<T>::product(v_rows, skip, c.dim_v, b.dout, p.floats(), r.lanes, look.n);
       finish_scores(r, look, slope.floats());
       weigh(b, look);
       if (modified) unwind(b, chunk, look.k0, look.n);
-      if (c.dv.data) add_to_keys(r, narrow(p, r.lanes * look.n), b.dout.rows, dim_v, dv_tile + skip * dim_v, look.n);
+      const int size = r.lanes * look.n;
+      if (c.dv.data) add_to_keys(r, narrow(p, size), b.dout + width_v, dim_v, dv_tile + skip * dim_v, look.n);
       if (!c.dq.data && !c.dk.data) continue;
-      const char* ds = narrow(s, r.lanes * look.n);
-      if (c.dk.data) add_to_keys(r, ds, b.q.rows, dim, dk_tile + skip * dim, look.n);
-      if (c.dq.data) add_to_queries(b, ds, as_columns<T>(columns, skip, n, of_k, look, seen(), own), look.n);
+      const char* ds = narrow(s, size);
+      if (c.dk.data) add_to_keys(r, ds, b.q + width, dim, dk_tile + skip * dim, look.n);
+      if (c.dq.data) add_to_queries(b, ds, Read<T>::as_columns(columns, skip, n, of_k, look, seen(), own), look.n);
     }
-  }
-
-  // to [keys][lanes] = K Q^T, or V dout^T.
-  static void product(const Buffer& a, int64_t n, int64_t skip, const float* b, const Buffer& to, int lanes, int keys) {
-    const int64_t ld = round_up(n, E::DEPTH) * E::BYTES;
-    multiply<E, false>({a.bytes() + skip * ld, ld, 4}, matrix(b, lanes), to.floats(), lanes, keys, lanes, parts(n, E::DEPTH));
   }
 
   // s becomes dS = P * (dP - delta), by the modified score; p becomes P as dropout leaves it.
@@ -258,17 +236,16 @@ void backward(const Call& c) {
   const Plan plan(c);
   const int64_t chunks = find_chunks(c), span = c.k_to - c.k_from;
   const int64_t chunk_keys = most<int64_t>(round_up(parts(span, chunks), KEYS), KEYS), size = dq_size(c);
-  const Buffer own(chunks > 1 && !c.dq_parts ? chunks * plan.blocks * size * 4 : 0);
+  const int64_t owned = chunks > 1 && !c.dq_parts ? chunks * plan.blocks : 0;
+  const Buffer own(owned * size * 4);
   float* dq_parts = c.dq_parts ? c.dq_parts : own.floats();
   const int64_t sequences = c.join_batch ? 1 : c.n_members, heads = c.join_heads ? 1 : c.heads_k;
   const int64_t at_once = c.join_batch ? c.n_members : 1, heads_at_once = c.join_heads ? c.heads_k : 1;
 #pragma omp parallel num_threads((int)c.threads)
   {
-    if (own.data) {
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < chunks * plan.blocks; i++) std::memset(own.floats() + i * size, 0, (size_t)size * 4);
-    }
-    Worker<T> worker(c, plan, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
+    for (int64_t i = 0; i < owned; i++) std::memset(own.floats() + i * size, 0, (size_t)size * 4);
+    Worker<T> worker(plan, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < sequences * heads * chunks; n++) {
       const int64_t chunk = n % chunks, begin = c.k_from + chunk * chunk_keys;

@@ -87,7 +87,6 @@ struct Buffer {
   }
   ~Buffer() { std::free(data); }
   Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
   float* floats() const { return (float*)data; }
   char* bytes() const { return (char*)data; }
 };

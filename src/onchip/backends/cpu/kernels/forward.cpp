@@ -7,16 +7,14 @@ namespace {
 template <int T>
 struct Worker : Tile {
   using E = Products<T>;
-  const Plan& plan;
   const int64_t dim = round_up(c.dim, VL * E::DEPTH), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
-  Ahead ahead{c, {}, 0, 0};
   const Buffer parts_{plan.together * (int64_t)sizeof(Part)}, q{plan.together * dim * ROWS * 4};
   const Buffer sums{plan.together * State::size(c) * 4}, spare{dim_v * ROWS * 4}, decay{ROWS * 4};
   const Buffer keys{KEYS * dim * 4}, values{KEYS * dim_v * 4}, own{KEYS * most(dim, dim_v) * 4};
-  const Buffer weights{E::DEPTH == 2 ? KEYS * ROWS * 2 : 0};
   KeyTile k_tile, v_tile;  // of the tile that is computed; V for pairs as columns
+  int64_t next;            // the first key of the tile after it, 0 where none is to be asked for
 
-  Worker(const Call& call, const Plan& p) : Tile(call), plan(p) {}
+  using Tile::Tile;
   Part& part(int64_t i) const { return ((Part*)parts_.data)[i]; }
   bool dots(const Rows& r) const { return r.count <= plan.dot_rows; }
 
@@ -38,7 +36,7 @@ struct Worker : Tile {
       const int64_t run = keys_of(c, r.sequence, r.key_head).find(k0).run;
       n = least(plan.at_once, end - k0);
       if (run >= plan.at_once / 4) n = least(n, run);  // up to the end of a page, to be read in place
-      if (plan.neighbours) ahead.start(r.sequence, k0 + n, least(end, k0 + n + plan.at_once));
+      next = plan.neighbours && k0 + n < end ? k0 + n : 0;
       k_tile.data = nullptr;
       for (int64_t i = 0; i < count; i++) tile(part(i), k0, n, count);
     }
@@ -55,8 +53,8 @@ struct Worker : Tile {
     std::memset(p.state.out, 0, (size_t)((dots(r) ? r.count : r.lanes) * dim_v) * 4);
     const char* from[ROWS] = {};
     for (int i = 0; i < r.count; i++) from[i] = r.row(c.q, i);
-    if (!dots(r)) return pack_columns<T>(from, r.lanes, c.dim, p.q);
-    for (int i = 0; i < r.count; i++) copy_row<T>(from[i], c.dim, (char*)p.q + i * dim * E::BYTES, dim);
+    if (!dots(r)) return Read<T>::pack_columns(from, r.lanes, c.dim, p.q);
+    for (int i = 0; i < r.count; i++) Read<T>::copy_row(from[i], c.dim, (char*)p.q + i * dim * E::BYTES, dim);
     std::memset(s.data, 0, (size_t)(KEYS * r.lanes) * 4);  // idle lanes
   }
 
@@ -65,11 +63,12 @@ struct Worker : Tile {
     const Look look = see(c, r, begin, begin + size, seen());
     if (look.n == 0) return;
     const int64_t skip = look.k0 - begin;
-    if (dots(r)) dot_products(p, look);
-    else {
+    if (dots(r)) {  // pairs as they lie
+      const KeyTile of_k = find(keys_of(c, r.sequence, r.key_head), look, nullptr, dim);
+      dot_rows<E::DEPTH == 2 ? FLOAT : T>(p, 0, of_k, look.n);
+    } else {
       if (!k_tile.data) pack(r, begin, (int)size, count);
-      multiply<E, false>({k_tile.data + skip * k_tile.row, k_tile.row, 4}, matrix(p.q, r.lanes), s.floats(), r.lanes, look.n,
-                         r.lanes, parts(c.dim, E::DEPTH));
+      Read<T>::product(k_tile, skip, c.dim, p.q, s.floats(), r.lanes, look.n);
     }
     finish_scores(r, look, nullptr);
     bool moved = false;
@@ -85,32 +84,28 @@ struct Worker : Tile {
     const Source of_k = keys_of(c, r.sequence, r.key_head), of_v = values_of(c, r.sequence, r.key_head);
     const int64_t ld = round_up(c.dim, E::DEPTH);
     k_tile = of_k.find(k0);
-    if (SIZE<T> != E::BYTES || n > k_tile.run || ld != c.dim || (count > 1 && k_tile.row != c.dim * SIZE<T>)) {
-      copy_keys<T>(of_k, k0, n, nullptr, keys.bytes(), ld);
-      k_tile = {keys.bytes(), ld * E::BYTES, n};
-    }
+    if (SIZE<T> != E::BYTES || n > k_tile.run || ld != c.dim || (count > 1 && k_tile.row != c.dim * SIZE<T>))
+      k_tile = Read<T>::copy_keys(of_k, k0, n, nullptr, keys, ld);
     v_tile = of_v.find(k0);
     if (T != FLOAT || n > v_tile.run || (count > 1 && v_tile.row != c.dim_v * 4))
-      v_tile = copy_columns<T>(of_v, k0, n, nullptr, values);
+      v_tile = Read<T>::copy_columns(of_v, k0, n, nullptr, values);
   }
 
   // out [dim_v][lanes] += V^T weights, of the keys from `skip` in the tile on.
   void accumulate(const Part& p, const Look& look, int64_t skip, int64_t size, bool moved) {
     const Rows& r = p.rows;
-    if (moved)
-      for (int64_t d = 0; d < c.dim_v; d++)
-        for (int j = 0; j < r.lanes; j += VL) {
-          float* sum = p.state.out + d * r.lanes + j;
-          store(sum, load(sum) * load(decay.floats() + j));
-        }
-    const Matrix left = as_columns<T>(v_tile, skip, size, values_of(c, r.sequence, r.key_head), look, seen(), own);
-    multiply<E, true>(left, matrix(weighed(), r.lanes), p.state.out, r.lanes, c.dim_v, r.lanes, parts(look.n, E::DEPTH));
+    for (int64_t d = 0; d < c.dim_v && moved; d++)
+      for (int j = 0; j < r.lanes; j += VL) {
+        float* sum = p.state.out + d * r.lanes + j;
+        store(sum, load(sum) * load(decay.floats() + j));
+      }
+    const Source of_v = values_of(c, r.sequence, r.key_head);
+    const Matrix left = Read<T>::as_columns(v_tile, skip, size, of_v, look, seen(), own);
+    multiply<E, true>(left, matrix(s.data, r.lanes), p.state.out, r.lanes, c.dim_v, r.lanes, parts(look.n, E::DEPTH));
   }
 
-  const float* weighed() const { return E::DEPTH == 2 ? weights.floats() : s.floats(); }
-
-  // Online softmax of N vectors of rows from j0 on. Scores in s become weights (pairs in `weights`, two keys an element),
-  // row_max and row_sum move on; returns whether what was summed before has a factor, in `decay`, that is not 1.
+  // Online softmax of N vectors of rows from j0 on. Scores in s become weights (pairs of two keys, where products
+  // take those), row_max and row_sum move on; returns whether what was summed before has a factor, in `decay`, not 1.
   template <int N>
   bool softmax(const State& state, int ld, int j0, int n) {
     constexpr int PAIR = E::DEPTH;
@@ -147,7 +142,7 @@ struct Worker : Tile {
           if (c.drops) w[t] = select(lanes(kept()[i + t], j0 / VL + j), w[t] * keep, all(0.0f));
           if (PAIR == 1) store(p, w[t]);
         }
-        if constexpr (PAIR == 2) store(weights.floats() + i / 2 * ld + j0 + j * VL, E::pair_up(w[0], w[1]));
+        if constexpr (PAIR == 2) store(scores + i / 2 * ld + j * VL, E::pair_up(w[0], w[1]));
       }
     for (int j = 0; j < N; j++) store(row_sum + j * VL, total[j]);
     return moved;
@@ -162,19 +157,16 @@ struct Worker : Tile {
 
   // Few rows: s [n][lanes] by dot products along dim; q [rows][dim], out [rows][dim_v].
 
-  // Keys of a look as whole vectors, and pairs, of their own dtype; zeros without a bit.
-  KeyTile find(const Source& source, const Look& look, const uint64_t* bits, int64_t ld, const Buffer& copy) const {
-    const KeyTile found = source.find(look.k0);
+  // Keys of a look as whole vectors, and pairs, of their own dtype; zeros without a bit. Where heads are neighbours,
+  // the rows of one lie a page apart, and no hardware prefetcher follows: those of the next tile are asked for.
+  KeyTile find(const Source& source, const Look& look, const uint64_t* bits, int64_t ld) const {
     const bool even = look.n % E::DEPTH == 0;
+    KeyTile found = source.find(look.k0);
+    if (next) found.ahead = source.find(next).data - found.data;
     if (look.n <= found.run && !bits && source.dim == ld && even) return found;
-    copy_keys<T, SIZE<T>>(source, look.k0, look.n, bits, copy.bytes(), ld);
-    if (!even) copy_row<T, SIZE<T>>(nullptr, 0, copy.bytes() + look.n * ld * SIZE<T>, ld);
-    return {copy.bytes(), ld * SIZE<T>, look.n};
-  }
-
-  void dot_products(const Part& p, const Look& look) {
-    const KeyTile k = find(keys_of(c, p.rows.sequence, p.rows.key_head), look, nullptr, dim, own);
-    dot_rows<E::DEPTH == 2 ? FLOAT : T>(p, 0, k, look.n);  // pairs as they lie
+    found = Read<T>::template copy_keys<SIZE<T>>(source, look.k0, look.n, bits, own, ld, found.ahead);
+    if (!even) std::memset(own.bytes() + look.n * found.row, 0, (size_t)found.row);
+    return found;
   }
 
   template <int KIND, int R = 4>
@@ -189,15 +181,13 @@ struct Worker : Tile {
     const int64_t words = dim * E::BYTES / 4;
     const float* q_rows = p.q + row * words;
     for (int i = 0; i < n; i += N) {
-      Vec products[N * R];
-#pragma GCC unroll 16
-      for (int t = 0; t < N * R; t++) products[t] = all(0.0f);
+      Vec products[N * R] = {};
       const char* key[N];
       for (int t = 0; t < N; t++) key[t] = k.data + least(i + t, n - 1) * k.row;
       for (int64_t d = 0; d < words; d += VL) {
 #pragma GCC unroll 16
         for (int t = 0; t < N; t++) {
-          if (t % 2 == 0) ahead.fetch();
+          fetch(key[t] + d * SIZE<KIND> + k.ahead);
           const Vec of_key = load_as<KIND>(key[t] + d * SIZE<KIND>);
 #pragma GCC unroll 4
           for (int m = 0; m < R; m++)
@@ -216,9 +206,9 @@ struct Worker : Tile {
     float* out = p.state.out;
     for (int i = 0; i < r.count && moved; i++)
       for (int64_t d = 0; d < dim_v; d += VL) store(out + i * dim_v + d, load(out + i * dim_v + d) * all(decay.floats()[i]));
-    const KeyTile v = find(values_of(c, r.sequence, r.key_head), look, look.holes ? seen() : nullptr, dim_v, own);
-    multiply<E, true, T>({(const char*)weighed(), 4, r.lanes * 4}, {v.data, v.row}, out, dim_v, r.count, dim_v,
-                         parts(look.n, E::DEPTH), [&](int j) { if (j % 2 == 0) ahead.fetch(); });
+    const KeyTile v = find(values_of(c, r.sequence, r.key_head), look, look.holes ? seen() : nullptr, dim_v);
+    multiply<E, true, T, true>({s.bytes(), 4, r.lanes * 4}, {v.data, v.row, 0, v.ahead}, out, dim_v, r.count, dim_v,
+                               parts(look.n, E::DEPTH));
   }
 
   void rows_to_columns(const Rows& r, const State& state) {
@@ -233,21 +223,19 @@ struct Worker : Tile {
     for (int i = 0; i < r.count; i++) {
       const float in_log2 = state.row_max[i] * unit;  // as decay_of rounds it
       double top = modified ? state.row_max[i] : in_log2 / LOG2E, total = state.row_sum[i];
-      factor[i] = total == 0 ? 0.0f : (float)(1.0 / total);
-      if (c.sink) {  // a key without value
-        const double logit = c.sink[r.query_head(i)], highest = total == 0 ? logit : most(top, logit);
-        const double weight = total == 0 || highest == -INFINITY ? 0.0 : std::exp(top - highest);
-        total = total * weight + (logit == -INFINITY ? 0.0 : std::exp(logit - highest));
-        factor[i] = weight == 0 ? 0.0f : (float)(weight / total);
-        top = highest;
-      }
+      const double logit = c.sink ? c.sink[r.query_head(i)] : -INFINITY;  // of a key without value
+      const double highest = total == 0 ? logit : most(top, logit);
+      const double weight = total == 0 || highest == -INFINITY ? 0.0 : std::exp(top - highest);
+      total = total * weight + (logit == -INFINITY ? 0.0 : std::exp(logit - highest));
+      factor[i] = weight == 0 ? 0.0f : (float)(weight / total);
+      top = highest;
       const double lse = top + std::log(total);
       const int64_t row = r.statistic(c, i);
       c.lse[row] = (float)lse;
       // From its two parts: beside a bias of -1e30 even a double holds no log(total).
       c.rest[row] = std::isfinite(c.lse[row]) ? (float)(top - c.lse[row] + std::log(total)) : 0.0f;
     }
-    unpack_columns<T>(c.out, r, c.dim_v, state.out, factor);
+    Read<T>::unpack_columns(c.out, r, c.dim_v, state.out, [&](int64_t i) { return load(factor + i); });
   }
 
   // Joins the splits of a block, in order.
@@ -278,17 +266,15 @@ struct Worker : Tile {
 template <int T>
 void forward(const Call& c) {
   const Plan plan(c);
-  const int64_t items = plan.pieces * plan.splits;
-  const Buffer partial(plan.splits > 1 ? plan.blocks * plan.splits * State::size(c) * 4 : 0);
+  const int64_t items = plan.pieces * plan.splits, joined = plan.splits > 1 ? plan.blocks : 0;
+  const Buffer partial(joined * plan.splits * State::size(c) * 4);
 #pragma omp parallel num_threads((int)least(c.threads, most<int64_t>(items, 1)))
   {
-    Worker<T> worker(c, plan);
+    Worker<T> worker(plan);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < items; n++) worker.run(n / plan.splits, n % plan.splits, partial.floats());
-    if (plan.splits > 1) {
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t block = 0; block < plan.blocks; block++) worker.join(block, partial.floats());
-    }
+    for (int64_t block = 0; block < joined; block++) worker.join(block, partial.floats());
   }
 }
 

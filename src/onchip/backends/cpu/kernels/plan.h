@@ -12,7 +12,7 @@ struct Plan {
   // Where all rows are few, reading K and V is the work: a piece is the blocks of all heads, whose keys lie side by side.
   // Else it is a few blocks of one head, for which a tile of keys is packed once, and as many as fit a core's L2.
   bool decoding, neighbours;  // neighbours: whether K and V of all heads of a key lie side by side then
-  int64_t splits, blocks = 0, pieces = 0;
+  int64_t splits, blocks, pieces;
   int64_t together, at_once;  // most blocks of a piece; keys of a tile
   Buffer starts;              // of each sequence: its first block, its first piece
 
@@ -21,17 +21,17 @@ struct Plan {
         neighbours(decoding && c.k.head == c.dim * size_of(c.dtype) && c.v.head == c.dim_v * size_of(c.dtype)), splits(c.splits),
         starts((c.n_members + 1) * 16) {
     const int64_t dims = most<int64_t>(c.dim + c.dim_v, 1);
-    for (int64_t i = 0; i < c.n_members; i++) first(i, 0) = blocks, blocks += c.heads_k * cut(c, sequence(c, i)).count;
-    first(c.n_members, 0) = blocks;
+    first(0, 0) = first(0, 1) = 0;
+    for (int64_t i = 0; i < c.n_members; i++)
+      first(i + 1, 0) = first(i, 0) + c.heads_k * cut(c, sequence(c, i)).count;
+    blocks = first(c.n_members, 0);
     // 32 pieces keep the cores of one socket busy; a split of fewer than 512 keys costs more to join than it brings.
     together = decoding ? c.heads_k : most<int64_t>(1, least(blocks / 32, (1 << 18) / (ROWS * dims * 4)));
     const int64_t fitting = (1 << 18) / (c.heads_k * dims * size_of(c.dtype)) / 16 * 16;  // of all heads in 256 KiB
     at_once = decoding ? least<int64_t>(128, most<int64_t>(16, fitting)) : KEYS;
-    for (int64_t i = 0; i < c.n_members; i++) {
-      first(i, 1) = pieces;
-      pieces += decoding ? of_head(i) > 0 : c.heads_k * parts(of_head(i), together);
-    }
-    first(c.n_members, 1) = pieces;
+    for (int64_t i = 0; i < c.n_members; i++)
+      first(i + 1, 1) = first(i, 1) + (decoding ? of_head(i) > 0 : c.heads_k * parts(of_head(i), together));
+    pieces = first(c.n_members, 1);
     if (splits == 0) splits = pieces >= 32 || pieces == 0 ? 1 : least(parts(32, pieces), most<int64_t>(c.seqlen_k / 512, 1));
   }
   int64_t& first(int64_t i, int which) const { return ((int64_t*)starts.data)[2 * i + which]; }
@@ -57,6 +57,27 @@ struct Plan {
   }
 };
 
+struct Tile {  // of one worker: scores [keys][lanes], a word of `seen` and of `kept` a key
+  const Plan& plan;
+  const Call& c = plan.call;
+  // A weight is 2^(unit * score - what its row's softmax subtracts); modified scores are in natural units.
+  const bool modified = c.softcap != 0 || c.alibi || c.bias || c.scale <= 0;
+  const float unit = (float)(modified ? LOG2E : c.scale * LOG2E);
+  const Buffer s{KEYS * ROWS * 4}, bias{c.bias ? KEYS * ROWS * 4 : 0}, bits{KEYS * 16};
+
+  explicit Tile(const Plan& p) : plan(p) {}
+  uint64_t* seen() const { return (uint64_t*)bits.data; }
+  uint64_t* kept() const { return seen() + KEYS; }
+
+  // Products in s become scores, -inf where hidden.
+  void finish_scores(const Rows& r, const Look& look, float* slope) const {
+    if (modified) modify(c, r, look.k0, look.n, s.floats(), bias.floats(), slope);
+    if (!look.all) hide(s.floats(), r.lanes, look.n, seen(), -INFINITY);
+    if (!look.all && slope) hide(slope, r.lanes, look.n, seen(), 0.0f);
+    if (c.drops) survive(c, r, look.k0, look.n, kept());
+  }
+};
+
 // Running sums of a block: out of weights 2^(unit * (score - row_max)), and the weights' sum. out is [dim_v][lanes], or
 // [rows][whole vectors of dim_v] while dot products add to it.
 struct State {
@@ -69,32 +90,4 @@ struct Part {  // a block on its way through the keys
   Rows rows;
   State state;
   float* q;
-};
-
-// The keys and values after a tile, asked for by lines of 64 bytes in the order in which they lie in memory, where heads are
-// neighbours: then the rows of one lie a page apart, and no hardware prefetcher follows. Requests go out all through the
-// computation, keys and values in turn, at a distance: too many at once are dropped or hold up what follows. (Two cores of
-// a Zen 5, 65536 keys of 8 x 128 floats: 25 GB/s without, 34 in bursts of four lines, 35 to 45 like this.)
-struct Ahead {
-  const Call& c;
-  Sequence sequence;
-  int64_t key, end, left = 0;  // lines left of this key, of the longer of the two
-  const char *k = nullptr, *v = nullptr;
-
-  void start(const Sequence& s, int64_t from, int64_t to) {
-    sequence = s, key = from, end = to, left = 0;
-    if (key < end) find();
-  }
-  void find() {
-    k = keys_of(c, sequence, 0).find(key).data;
-    v = values_of(c, sequence, 0).find(key).data;
-    left = parts(c.heads_k * most(c.dim, c.dim_v) * size_of(c.dtype), 64);
-  }
-  inline __attribute__((always_inline)) void fetch() {  // a line of each
-    if (left == 0) return;
-    __builtin_prefetch(k);
-    __builtin_prefetch(v);
-    k += 64, v += 64;
-    if (--left == 0 && ++key < end) find();
-  }
 };

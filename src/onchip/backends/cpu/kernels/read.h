@@ -4,9 +4,9 @@
 
 #include "tile.h"
 
-struct KeyTile {  // keys in memory, in bytes; `run`: how many have this stride
+struct KeyTile {  // keys in memory, in bytes; `run`: how many have this stride; `ahead`: as far is what is read later
   const char* data;
-  int64_t row, run;
+  int64_t row, run, ahead = 0;
 };
 
 struct Source {  // K or V of one head of a sequence
@@ -35,83 +35,81 @@ struct Source {  // K or V of one head of a sequence
 INLINE Source keys_of(const Call& c, const Sequence& s, int64_t head) { return {c, c.k, c.dim, s, head}; }
 INLINE Source values_of(const Call& c, const Sequence& s, int64_t head) { return {c, c.v, c.dim_v, s, head}; }
 
-// n numbers, or none from null, and zeros up to ld; as they are, or as floats.
-template <int T, int BYTES = Products<T>::BYTES>
-INLINE void copy_row(const char* from, int64_t n, char* to, int64_t ld) {
-  if (!from) n = 0;
-  if (SIZE<T> == BYTES && from) std::memcpy(to, from, (size_t)(n * BYTES));
-  else
-    for (int64_t d = 0; d < n; d += VL) store_some<FLOAT>(to + d * 4, load_some<T>(from + d * SIZE<T>, n - d), n - d);
-  if (n < ld) std::memset(to + n * BYTES, 0, (size_t)((ld - n) * BYTES));
+// VL numbers of a row of n from `at` on; zeros from null, and past n. `OF` numbers are one of a vector.
+template <int T, int OF = 1>
+INLINE Vec some_of(const char* row, int64_t at, int64_t n) {
+  return row ? load_some<T, OF>(row + at * SIZE<T> / OF, n - at) : all(0.0f);
+}
+// Numbers of bfloat16 of two rows, side by side.
+INLINE Vec interleave(const char* a, const char* b, int64_t at, int64_t n) {
+  return (Vec)((Words)some_of<BF16>(a, at, n) >> 16 | (Words)some_of<BF16>(b, at, n));
 }
 
-// n keys as rows [n][ld].
-template <int T, int BYTES = Products<T>::BYTES>
-static void copy_keys(const Source& source, int64_t k0, int n, const uint64_t* bits, char* to, int64_t ld) {
-  const int64_t dim = source.dim;
-  source.each(k0, n, bits, [&](int i, const char* key) { copy_row<T, BYTES>(key, dim, to + i * ld * BYTES, ld); });
-}
-
-// Numbers d ... d + VL - 1 of two rows of n, side by side; zeros from null, and past n.
-INLINE Words some_halves(const char* row, int64_t n) {
-  if (row && n >= VL) return halves((const uint16_t*)row);
-  uint16_t numbers[VL] = {};
-  if (row) std::memcpy(numbers, row, (size_t)n * 2);
-  return halves(numbers);
-}
-INLINE Vec interleave(const char* a, const char* b, int64_t d, int64_t n) {
-  return (Vec)(some_halves(a ? a + d * 2 : a, n - d) | some_halves(b ? b + d * 2 : b, n - d) << 16);
-}
-
-// n keys as columns [dim]: floats as rows [n][dim]; pairs with a zero after the last, since products start at any key.
 template <int T>
-static KeyTile copy_columns(const Source& source, int64_t k0, int n, const uint64_t* bits, const Buffer& to) {
-  constexpr int LD = KEYS + 2 * VL;
-  const int64_t dim = source.dim;
-  if constexpr (Products<T>::DEPTH == 1) {
-    copy_keys<T>(source, k0, n, bits, to.bytes(), dim);
-    return {to.bytes(), dim * 4, n};
+struct Read {
+  using E = Products<T>;
+  static constexpr int DEPTH = E::DEPTH, LD = KEYS + 2 * VL;  // keys of a row of copied columns
+
+  // n numbers, or none from null, and zeros up to ld; as they are, or as floats.
+  template <int BYTES = E::BYTES>
+  INLINE void copy_row(const char* from, int64_t n, char* to, int64_t ld) {
+    if (!from) n = 0;
+    if (SIZE<T> == BYTES && from) std::memcpy(to, from, (size_t)(n * BYTES));
+    else
+      for (int64_t d = 0; d < n; d += VL) store_some<FLOAT>(to + d * 4, some_of<T>(from, d, n), n - d);
+    if (n < ld) std::memset(to + n * BYTES, 0, (size_t)((ld - n) * BYTES));
   }
-  const char* rows[LD] = {};
-  source.each(k0, n, bits, [&](int i, const char* key) { rows[i] = key; });
-  to_columns((int)parts(n + 1, 2 * VL) * VL, dim, to.floats(), LD / 2,
-             [&](int i, int64_t d) { return interleave(rows[2 * i], rows[2 * i + 1], d, dim); });
-  return {to.bytes(), LD * 2, n};
-}
 
-// Keys of a look for products along the keys: of a tile of `size` as columns, without its first `skip`, or a copy in `own`
-// where keys that no row sees, between them or paired with the last, are not to be read.
-template <int T>
-static Matrix as_columns(KeyTile tile, int64_t skip, int64_t size, const Source& source, const Look& look,
-                       const uint64_t* bits, const Buffer& own) {
-  constexpr int DEPTH = Products<T>::DEPTH;
-  if (look.holes || (look.n % DEPTH && skip + look.n < size)) {
-    tile = copy_columns<T>(source, look.k0, look.n, look.holes ? bits : nullptr, own);
-    skip = 0;
+  // n keys as rows [n][ld]; asks for those that lie `ahead` of them, if not 0.
+  template <int BYTES = E::BYTES>
+  static KeyTile copy_keys(const Source& of, int64_t k0, int n, const uint64_t* bits, const Buffer& to, int64_t ld,
+                           int64_t ahead = 0) {
+    of.each(k0, n, bits, [&](int i, const char* key) {
+      for (int64_t at = 0; ahead && key && at < of.dim * SIZE<T>; at += 64) fetch(key + at + ahead);
+      copy_row<BYTES>(key, of.dim, to.bytes() + i * ld * BYTES, ld);
+    });
+    return {to.bytes(), ld * BYTES, n};
   }
-  return DEPTH == 2 ? Matrix{tile.data + skip * 2, tile.row, 4} : Matrix{tile.data + skip * tile.row, 4, tile.row};
-}
 
-// Rows of Q or dout, zeros from null, as columns [dim][lanes].
-template <int T>
-static void pack_columns(const char* const* rows, int lanes, int64_t dim, float* to) {
-  constexpr int DEPTH = Products<T>::DEPTH;
-  to_columns(lanes, parts(dim, DEPTH), to, lanes, [&](int i, int64_t d) {
-    if (!rows[i]) return all(0.0f);
-    if (DEPTH == 2) return load_some<FLOAT, 2>(rows[i] + d * 4, dim - d * 2);
-    return load_some<T>(rows[i] + d * SIZE<T>, dim - d);
-  });
-}
+  // n keys as columns [dim]: floats as rows [n][dim]; pairs with a zero after the last, since products start at any key.
+  static KeyTile copy_columns(const Source& source, int64_t k0, int n, const uint64_t* bits, const Buffer& to) {
+    if constexpr (DEPTH == 1) return copy_keys(source, k0, n, bits, to, source.dim);
+    const char* rows[LD] = {};
+    source.each(k0, n, bits, [&](int i, const char* key) { rows[i] = key; });
+    to_columns((int)parts(n + 1, 2 * VL) * VL, source.dim, to.floats(), LD / 2,
+               [&](int i, int64_t d) { return interleave(rows[2 * i], rows[2 * i + 1], d, source.dim); });
+    return {to.bytes(), LD * 2, n};
+  }
 
-// Columns [dim][lanes] times a factor a row, to the rows of a tensor.
-template <int T>
-static void unpack_columns(const Strided& t, const Rows& r, int64_t dim, const float* from, const float* factor) {
-  for (int j = 0; j < r.lanes; j += VL)
-    for (int64_t d = 0; d < dim; d += VL) {
-      const int n = (int)least<int64_t>(VL, dim - d);
-      Vec square[VL];
-      for (int i = 0; i < VL; i++) square[i] = i < n ? load(from + (d + i) * r.lanes + j) * load(factor + j) : all(0.0f);
-      transpose(square);
-      for (int i = 0; i < least(VL, r.count - j); i++) store_some<T>(r.row(t, j + i) + d * SIZE<T>, square[i], n);
+  // Keys of a look for products along the keys: of a tile of `size` as columns, without its first `skip`, or a copy in
+  // `own` where keys that no row sees, between them or paired with the last, are not to be read.
+  static Matrix as_columns(KeyTile tile, int64_t skip, int64_t size, const Source& source, const Look& look,
+                           const uint64_t* bits, const Buffer& own) {
+    if (look.holes || (look.n % DEPTH && skip + look.n < size)) {
+      tile = copy_columns(source, look.k0, look.n, look.holes ? bits : nullptr, own);
+      skip = 0;
     }
-}
+    return DEPTH == 2 ? Matrix{tile.data + skip * 2, tile.row, 4} : Matrix{tile.data + skip * tile.row, 4, tile.row};
+  }
+
+  // Rows of Q or dout, zeros from null, as columns [dim][lanes].
+  static void pack_columns(const char* const* rows, int lanes, int64_t dim, float* to) {
+    to_columns(lanes, parts(dim, DEPTH), to, lanes, [&](int i, int64_t d) {
+      return DEPTH == 2 ? some_of<FLOAT, 2>(rows[i], d * 2, dim) : some_of<T>(rows[i], d, dim);
+    });
+  }
+
+  // Columns [dim][lanes] times a factor a row, to the rows of a tensor.
+  template <class Factor>
+  static void unpack_columns(const Strided& t, const Rows& r, int64_t dim, const float* from, const Factor& factor) {
+    transposed(dim, r.count,
+               [&](int d, int64_t i) { return d < dim ? load(from + d * r.lanes + i) * factor(i) : all(0.0f); },
+               [&](int64_t i, int64_t d, Vec x) { store_some<T>(r.row(t, (int)i) + d * SIZE<T>, x, dim - d); });
+  }
+
+  // to [keys][lanes]: products of the keys from `skip` in a tile on with columns [dim][lanes].
+  static void product(KeyTile tile, int64_t skip, int64_t dim, const float* columns, float* to, int lanes, int keys) {
+    const Matrix left{tile.data + skip * tile.row, tile.row, 4};
+    multiply<E, false>(left, matrix(columns, lanes), to, lanes, keys, lanes, parts(dim, DEPTH));
+  }
+};

@@ -34,14 +34,19 @@ INLINE Blocks cut(const Call& c, const Sequence& s) {
   return {n, heads, 1, parts(group, heads)};
 }
 
-static void find_intervals(const Call& c, Rows& r) {
-  const Sequence& s = r.sequence;
+static Rows make_rows(const Call& c, const Sequence& s, int64_t key_head, int64_t block) {
+  const Blocks b = cut(c, s);
+  const int64_t group = c.heads_q / c.heads_k, head = block / b.per_head * b.heads;
+  const int64_t heads = least(b.heads, group - head);
+  const int64_t q0 = c.q_from + block % b.per_head * b.queries, queries = least(b.queries, least(c.q_to, s.q_len) - q0);
+  const int count = (int)(heads * queries);
+  Rows r{s, key_head, key_head * group + head, heads, q0, queries, count, (int)round_up(count, VL)};
   const int64_t shift = s.k_len - s.q_len;
   r.begin = r.full_end = s.k_len;
   for (int i = 0; i < r.count; i++) {
     const int64_t q = r.query(i);
-    int64_t lo = most<int64_t>(0, most(q + shift - c.left, q - c.top_left));
-    int64_t hi = least(s.k_len, least(q + shift + c.right, q + c.top_right) + 1);
+    int64_t lo = most(c.k_from, most(q + shift - c.left, q - c.top_left));
+    int64_t hi = least(least(s.k_len, c.k_to), least(q + shift + c.right, q + c.top_right) + 1);
     if (c.lo) {
       const int64_t at = s.number * c.interval_batch + q;
       lo = most<int64_t>(lo, c.lo[at]);
@@ -54,23 +59,6 @@ static void find_intervals(const Call& c, Rows& r) {
     r.full_end = least(r.full_end, hi);
     if (lo < hi) r.begin = least(r.begin, lo), r.end = most(r.end, hi);
   }
-  r.begin = most(r.begin, c.k_from);
-  r.end = least(r.end, c.k_to);
-}
-
-static Rows make_rows(const Call& c, const Sequence& s, int64_t key_head, int64_t block) {
-  const Blocks b = cut(c, s);
-  const int64_t group = c.heads_q / c.heads_k, head = block / b.per_head * b.heads;
-  Rows r{};
-  r.sequence = s;
-  r.key_head = key_head;
-  r.head = key_head * group + head;
-  r.heads = least(b.heads, group - head);
-  r.q0 = c.q_from + block % b.per_head * b.queries;
-  r.queries = least(b.queries, least(c.q_to, s.q_len) - r.q0);
-  r.count = (int)(r.heads * r.queries);
-  r.lanes = (int)round_up(r.count, VL);
-  find_intervals(c, r);
   return r;
 }
 
@@ -94,15 +82,13 @@ INLINE void transpose_bits(uint64_t* a) {  // 64 x 64
 
 INLINE uint64_t pack_bits(const uint8_t* p, int64_t stride, int n) {  // bytes 0 or 1
   uint64_t bits = 0;
-  if (stride == 0) return *p ? (n == 64 ? ~0ull : (1ull << n) - 1) : 0;
-  if (stride == 1)
-    for (int i = 0; i < n; i += 8) {
-      uint64_t eight = 0;
-      std::memcpy(&eight, p + i, (size_t)least(8, n - i));
-      bits |= (eight * 0x0102040810204080ull >> 56) << i;  // byte i's lowest bit to bit i
-    }
-  else
-    for (int i = 0; i < n; i++) bits |= (uint64_t)(p[i * stride] & 1) << i;
+  for (int i = 0; i < n; i += 8) {
+    uint8_t eight[8] = {};
+    if (stride == 1) std::memcpy(eight, p + i, (size_t)least(8, n - i));
+    else
+      for (int m = 0; m < least(8, n - i); m++) eight[m] = p[(i + m) * stride];
+    bits |= (load_any<uint64_t>(eight) * 0x0102040810204080ull >> 56) << i;  // byte i's lowest bit to bit i
+  }
   return bits;
 }
 
@@ -141,7 +127,7 @@ static Look see(const Call& c, const Rows& r, int64_t begin, int64_t end, uint64
     const Ints key = all((int32_t)(k0 + i));
     uint64_t word = 0;
     for (int j = 0; j < r.lanes / VL; j++)
-      word |= (at_least(key, load(r.lo + j * VL)) & ~at_least(key, load(r.hi + j * VL))) << (j * VL);
+      word |= to_bits((Lanes)((key >= load(r.lo + j * VL)) & (key < load(r.hi + j * VL)))) << (j * VL);
     bits[i] = word & everyone;
   }
   if (c.blocks) see_blocks(c, r, k0, n, bits);
@@ -162,7 +148,7 @@ static Look see(const Call& c, const Rows& r, int64_t begin, int64_t end, uint64
 static void survive(const Call& c, const Rows& r, int64_t k0, int n, uint64_t* kept) {
   std::memset(kept, 0, (size_t)n * 8);
   if (c.threshold >> 32) return;
-  const Ints bound = all((int32_t)(uint32_t)c.threshold);
+  const Words bound = (Words)all((int32_t)c.threshold);
   for (int j = 0; j < r.lanes / VL; j++) {
     alignas(64) int32_t query[VL], head[VL];
     for (int i = 0; i < VL; i++) {
@@ -182,10 +168,10 @@ static void survive(const Call& c, const Rows& r, int64_t k0, int n, uint64_t* k
         c1 = low1;
         c3 = low0;
       }
-      const Ints words[4] = {c0, c1, c2, c3};
+      const Words words[4] = {(Words)c0, (Words)c1, (Words)c2, (Words)c3};
       for (int i = 0; i < 4; i++) {
         const int64_t key = 4 * four + i - k0;
-        if (0 <= key && key < n) kept[key] |= at_least_unsigned(words[i], bound) << (j * VL);
+        if (0 <= key && key < n) kept[key] |= to_bits((Lanes)(words[i] >= bound)) << (j * VL);
       }
     }
   }
@@ -242,23 +228,3 @@ static void modify(const Call& c, const Rows& r, int64_t k0, int n, float* s, fl
       store(s + at, x);
     }
 }
-
-struct Tile {  // of one worker: scores [keys][lanes], a word of `seen` and of `kept` a key
-  const Call& c;
-  // A weight is 2^(unit * score - what its row's softmax subtracts); modified scores are in natural units.
-  const bool modified = c.softcap != 0 || c.alibi || c.bias || c.scale <= 0;
-  const float unit = (float)(modified ? LOG2E : c.scale * LOG2E);
-  const Buffer s{KEYS * ROWS * 4}, bias{c.bias ? KEYS * ROWS * 4 : 0}, bits{KEYS * 16};
-
-  explicit Tile(const Call& call) : c(call) {}
-  uint64_t* seen() const { return (uint64_t*)bits.data; }
-  uint64_t* kept() const { return seen() + KEYS; }
-
-  // Products in s become scores, -inf where hidden.
-  void finish_scores(const Rows& r, const Look& look, float* slope) const {
-    if (modified) modify(c, r, look.k0, look.n, s.floats(), bias.floats(), slope);
-    if (!look.all) hide(s.floats(), r.lanes, look.n, seen(), -INFINITY);
-    if (!look.all && slope) hide(slope, r.lanes, look.n, seen(), 0.0f);
-    if (c.drops) survive(c, r, look.k0, look.n, kept());
-  }
-};

@@ -14,13 +14,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#else
-#include <arm_neon.h>
-#endif
-
 #if defined(__AVX512F__)
+#include <immintrin.h>
 
 constexpr int VL = 16, GROUP = 4, MICRO_ROWS = 6;  // GROUP vectors and MICRO_ROWS rows of accumulators fill 32 registers
 using Vec = __m512;
@@ -29,6 +24,7 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Vec max_or_second(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where one of them is NaN
 INLINE uint64_t to_bits(Ints x) { return _mm512_movepi32_mask((__m512i)x); }
+INLINE Ints halves(const void* p) { return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE Vec from_fp16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE void to_fp16(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 // t - floor(t), and p * 2^floor(t); scalef turns what is too small, -inf included, into 0.
@@ -38,6 +34,7 @@ INLINE Vec times_power(Vec p, Vec t) { return _mm512_scalef_ps(p, t); }
 INLINE Ints multiply_lower(Ints a, Ints b) { return (Ints)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
 
 #elif defined(__AVX2__)
+#include <immintrin.h>
 
 constexpr int VL = 8, GROUP = 2, MICRO_ROWS = 6;
 using Vec = __m256;
@@ -46,12 +43,14 @@ typedef int32_t Ints __attribute__((vector_size(32)));
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Vec max_or_second(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 INLINE uint64_t to_bits(Ints x) { return (uint64_t)_mm256_movemask_ps((Vec)x); }
+INLINE Ints halves(const void* p) { return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE Vec from_fp16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE void to_fp16(uint16_t* p, Vec x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 INLINE Vec floor(Vec x) { return _mm256_floor_ps(x); }
 INLINE Ints multiply_lower(Ints a, Ints b) { return (Ints)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
 
 #elif defined(__aarch64__)
+#include <arm_neon.h>
 
 constexpr int VL = 4, GROUP = 4, MICRO_ROWS = 6;
 using Vec = float32x4_t;
@@ -59,10 +58,8 @@ using Ints = int32x4_t;
 
 INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 INLINE Vec max_or_second(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-INLINE uint64_t to_bits(Ints x) {
-  const uint32x4_t each = {1, 2, 4, 8};
-  return vaddvq_u32(vandq_u32(vreinterpretq_u32_s32(x), each));
-}
+INLINE uint64_t to_bits(Ints x) { return vaddvq_u32(vandq_u32(vreinterpretq_u32_s32(x), uint32x4_t{1, 2, 4, 8})); }
+INLINE Ints halves(const void* p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16((const uint16_t*)p))); }
 INLINE Vec from_fp16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE void to_fp16(uint16_t* p, Vec x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 INLINE Vec floor(Vec x) { return vrndmq_f32(x); }
@@ -105,17 +102,8 @@ INLINE Lanes lanes(uint64_t bits, int j) { return (Lanes)((all((int32_t)(bits >>
 INLINE Vec select(Lanes take, Vec a, Vec b) { return (Vec)((take & (Ints)a) | (~take & (Ints)b)); }
 INLINE Lanes above(Vec a, Vec b) { return (Lanes)(a > b); }
 INLINE bool differ(Vec a, Vec b) { return to_bits((Lanes)(a == b)) != (1u << VL) - 1; }
-INLINE uint64_t at_least(Ints a, Ints b) { return to_bits((Lanes)(a >= b)); }
-INLINE uint64_t at_least_unsigned(Ints a, Ints b) { return to_bits((Lanes)((Words)a >= (Words)b)); }
 INLINE Vec absolute(Vec x) { return (Vec)((Ints)x & all(INT32_MAX)); }
-INLINE float sum(Vec x) {
-  float total = 0;
-  for (int i = 0; i < VL; i++) total += x[i];
-  return total;
-}
 
-INLINE Words halves(const uint16_t* p) { return __builtin_convertvector(load_any<Halves>(p), Words); }
-INLINE Vec from_bf16(const uint16_t* p) { return (Vec)(halves(p) << 16); }
 INLINE void to_bf16(uint16_t* p, Vec x) {  // to the nearest, ties to even
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
@@ -213,7 +201,7 @@ constexpr int SIZE = T == FLOAT ? 4 : 2;
 template <int T>
 INLINE Vec load_as(const char* p) {  // VL numbers of a tensor
   if (T == FLOAT) return load((const float*)p);
-  return T == BF16 ? from_bf16((const uint16_t*)p) : from_fp16((const uint16_t*)p);
+  return T == BF16 ? (Vec)(halves(p) << 16) : from_fp16((const uint16_t*)p);
 }
 template <int T>
 INLINE void store_as(char* p, Vec x) {
@@ -237,14 +225,18 @@ INLINE void store_some(char* p, Vec x, int64_t n) {
   std::memcpy(p, buffer, (size_t)n * SIZE<T>);
 }
 
-// to [columns][lanes]: the transpose of what `read` gives, VL numbers of a lane from a column on.
-template <class Read>
-INLINE void to_columns(int lanes, int64_t columns, float* to, int64_t ld, const Read& read) {
-  for (int j = 0; j < lanes; j += VL)
+// The transpose of what `read` gives, VL numbers of a row from a column on; `write` takes as many of a column.
+template <class Read, class Write>
+INLINE void transposed(int64_t rows, int64_t columns, const Read& read, const Write& write) {
+  for (int64_t j = 0; j < rows; j += VL)
     for (int64_t d = 0; d < columns; d += VL) {
       Vec square[VL];
-      for (int i = 0; i < VL; i++) square[i] = read(j + i, d);
+      for (int i = 0; i < VL; i++) square[i] = read((int)j + i, d);
       transpose(square);
-      for (int64_t i = 0; i < least<int64_t>(VL, columns - d); i++) store(to + (d + i) * ld + j, square[i]);
+      for (int64_t i = 0; i < least<int64_t>(VL, columns - d); i++) write(d + i, j, square[i]);
     }
+}
+template <class Read>
+INLINE void to_columns(int lanes, int64_t columns, float* to, int64_t ld, const Read& read) {  // to [columns][lanes]
+  transposed(lanes, columns, read, [&](int64_t column, int64_t lane, Vec x) { store(to + column * ld + lane, x); });
 }
