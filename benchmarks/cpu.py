@@ -28,6 +28,7 @@ SHAPES = (
     (16, 4, 4096, 64),
 )  # heads, heads_k, seqlen, dim
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+READ = 2**27  # floats that torch sums, to measure at which rate this machine reads memory
 BACKEND: str | None = None
 Calls = dict[str, Callable[[], Any]]
 
@@ -127,6 +128,7 @@ def features() -> Iterator[tuple[dict, Calls]]:
 
 
 def decode() -> Iterator[tuple[dict, Calls]]:
+    read = torch.ones(READ)
     for dtype in DTYPES[:2]:
         for batch, keys in ((1, 4096), (8, 4096), (1, 65536)):
             q, k, v = (torch.randn(batch, s, h, 128).to(dtype) for s, h in ((1, 32), (keys, 8), (keys, 8)))
@@ -142,16 +144,15 @@ def decode() -> Iterator[tuple[dict, Calls]]:
             def ours(q: Any = q, k: Any = k, v: Any = v, keys: int = keys) -> Any:
                 return onchip.attention_with_cache(q, k, v, cache_seqlens=keys, backend=BACKEND)
 
-            yield (
-                {**facts, "bytes": 2 * k.numel() * k.element_size()},
-                {"onchip": ours, "sdpa": lambda t=theirs: sdpa(t)},
-            )
+            calls: Calls = {"onchip": ours, "sdpa": lambda t=theirs: sdpa(t)}
+            if keys == 65536:  # far more than a cache holds; of the others the sum would leave nothing there
+                calls["read"] = read.sum
+            yield {**facts, "bytes": 2 * k.numel() * k.element_size()}, calls
 
 
 def read_bandwidth() -> float:
     """GB/s at which torch sums 512 MiB."""
-    x = torch.ones(2**27)
-    return x.numel() * 4 / measure({"sum": x.sum}, 7)["ms"]["sum"] / 1e6
+    return READ * 4 / measure({"sum": torch.ones(READ).sum}, 7)["ms"]["sum"] / 1e6
 
 
 def host() -> dict:
@@ -192,6 +193,8 @@ def main() -> None:
             row = {**facts, **found, "sdpa/onchip": ratios[0], "process sdpa/onchip": ratios[1]}
             if "bytes" in facts:
                 row["gb_per_s"] = facts["bytes"] / found["ms"]["onchip"] / 1e6
+            if "read" in calls:
+                row["read_gb_per_s"] = READ * 4 / found["ms"]["read"] / 1e6
             results.append(row)
             label = ", ".join(str(facts[key]) for key in ("case", "dtype", "shape", "mask"))
             print(label, *(f"{x:.2f}" for x in (*found["ms"].values(), *ratios)), flush=True)

@@ -126,6 +126,11 @@ def native(run: dict) -> str:
     if speeds:
         text += f"\nDecoding read K and V at {speeds} GB/s, in this order"
         text += f"; torch sums a tensor at {run['read_gb_per_s']:.1f} GB/s.\n"
+    for r in run["results"]:
+        if "read_gb_per_s" in r:
+            reached = r["gb_per_s"] / r["read_gb_per_s"]
+            text += f"\nIn turn with the decoding of {r['shape'][2]} keys in {r['dtype']}, it sums one at "
+            text += f"{r['read_gb_per_s']:.1f} GB/s, of which decoding reaches {reached:.0%}.\n"
     us = run["results"][-1]["us"]
     return (
         text

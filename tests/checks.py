@@ -9,8 +9,12 @@ import oracle
 ON_CPU = "native" if onchip.backends.cpu.isa.load().isa else "cpu"
 
 
-def qkv(batch, seqlen_q, seqlen_k, heads_q, heads_k=None, dim=16, dim_v=None, dtype=torch.float32):
+DTYPE = torch.float32  # of tensors whose test does not say
+
+
+def qkv(batch, seqlen_q, seqlen_k, heads_q, heads_k=None, dim=16, dim_v=None, dtype=None):
     """Random q, k, v in the layout "bshd"."""
+    dtype = DTYPE if dtype is None else dtype
     heads_k = heads_q if heads_k is None else heads_k
     dim_v = dim if dim_v is None else dim_v
     q = torch.randn(batch, seqlen_q, heads_q, dim).to(dtype)

@@ -143,6 +143,7 @@ def main(spec: str) -> None:
                 ptx = compiled.asm["ptx"]
                 line["registers"], line["spills"] = registers(ptx, int(arch))
                 line["unset"] = unset(disassembly(compiled.asm["cubin"])) if arch == "90" else []
+                line["fused"] = "fma.rn" in ptx
                 line["tensor_core"] = bool(re.search(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx))
             else:
                 line["tensor_core"] = "mfma" in compiled.asm["amdgcn"]

@@ -51,6 +51,9 @@ def check(kernels: list[dict], target: str, spills: int) -> None:
         known = MORE_SPILLS.get((target, kernel["case"], kernel["kernel"]), spills)
         assert kernel.get("spills", 0) <= known, kernel
         assert not kernel.get("unset"), kernel
+        assert not (kernel.get("fused") and kernel["kernel"] == "delta_kernel"), (
+            "its sum differs between lanes"
+        )
         assert kernel["tensor_core"] == (kernel["kernel"] in PRODUCTS), kernel
 
 
