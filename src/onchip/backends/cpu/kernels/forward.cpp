@@ -160,12 +160,11 @@ struct Worker : Tile {
   // Keys of a look as whole vectors, and pairs, of their own dtype; zeros without a bit. Where heads are neighbours,
   // the rows of one lie a page apart, and no hardware prefetcher follows: those of the next tile are asked for.
   KeyTile find(const Source& source, const Look& look, const uint64_t* bits, int64_t ld) const {
-    const bool even = look.n % E::DEPTH == 0;
     KeyTile found = source.find(look.k0);
     if (next) found.ahead = source.find(next).data - found.data;
-    if (look.n <= found.run && !bits && source.dim == ld && even) return found;
+    if (look.n <= found.run && !bits && source.dim == ld && look.n % E::DEPTH == 0) return found;
     found = Read<T>::template copy_keys<SIZE<T>>(source, look.k0, look.n, bits, own, ld, found.ahead);
-    if (!even) std::memset(own.bytes() + look.n * found.row, 0, (size_t)found.row);
+    if (look.n % E::DEPTH) std::memset(own.bytes() + look.n * found.row, 0, (size_t)found.row);
     return found;
   }
 
@@ -184,10 +183,13 @@ struct Worker : Tile {
       Vec products[N * R] = {};
       const char* key[N];
       for (int t = 0; t < N; t++) key[t] = k.data + least(i + t, n - 1) * k.row;
+      const char *later = key[0] + k.ahead, *row_end = later + words * SIZE<KIND>;  // row by row
       for (int64_t d = 0; d < words; d += VL) {
 #pragma GCC unroll 16
         for (int t = 0; t < N; t++) {
-          fetch(key[t] + d * SIZE<KIND> + k.ahead);
+          fetch(later);
+          later += VL * SIZE<KIND>;
+          if (later == row_end) later += k.row - words * SIZE<KIND>, row_end += k.row;
           const Vec of_key = load_as<KIND>(key[t] + d * SIZE<KIND>);
 #pragma GCC unroll 4
           for (int m = 0; m < R; m++)
