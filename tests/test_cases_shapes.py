@@ -56,6 +56,61 @@ def test_c34_a_sequence_longer_than_max_seqlen(backend):
     assert torch.equal(given, call(q, k, v))
 
 
+MASKED = {
+    "none": lambda nq, nk: None,
+    "ids": lambda nq, nk: onchip.documents(torch.arange(nq) // 5, ids_k=torch.arange(nk) // 5),
+    "ids of keys": lambda nq, nk: onchip.documents(torch.arange(nk) // 6),
+    "boundaries": lambda nq, nk: onchip.documents(cu_seqlens=torch.tensor([0, 9, nk])),
+    "dense": lambda nq, nk: onchip.dense((torch.arange(nq)[:, None] + torch.arange(nk)) % 3 > 0),
+    "blocks": lambda nq, nk: onchip.block_sparse(torch.ones(-(-nq // 4), -(-nk // 8)) > 0, tile=(4, 8)),
+    "where": lambda nq, nk: onchip.where(lambda b, h, q, k, seen: seen[k] > 0, torch.arange(nk) % 3),
+    "lengths": lambda nq, nk: onchip.padding(torch.tensor([9, 0, nk])) & onchip.causal(),
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("mask", MASKED)
+def test_masks_and_scores_cover_a_given_max_seqlen(backend, mask, used):
+    """As on a GPU, which looks at no lengths: tensors of positions have max_seqlen of them, and what is behind the
+    longest sequence counts for nothing."""
+    q, k, v = (x.requires_grad_() for x in packed(33, 50, 4, 2))
+    options = {"cu_seqlens_q": torch.tensor([0, 12, 12, 33]), "cu_seqlens_k": torch.tensor([0, 20, 23, 50])}
+    if used:
+        options |= {"seqused_q": torch.tensor([12, 0, 17]), "seqused_k": torch.tensor([4, 3, 25])}
+    longest, given = (17, 25) if used else (21, 27), (23, 41)
+    whole = torch.randn(4, *given)
+
+    def run(nq, nk, bias, **limits):
+        leaves = [q, k, v] if bias is None else [q, k, v, bias.requires_grad_()]
+        visible, score = MASKED[mask](nq, nk), onchip.Score(bias=bias)
+        call = partial(onchip.attention_varlen, mask=visible, score=score, return_lse=True, backend=backend)
+        out, lse = call(q, k, v, **options, **limits)
+        return out, lse, *torch.autograd.grad(out.square().sum() + lse.clamp(min=-9).sum(), leaves)
+
+    for cut in (None, (23, 41), (23, 1), (1, 41)):  # a bias of both, by query, by key
+        biases = [
+            None if cut is None else whole[:, : min(cut[0], n), : min(cut[1], m)] for n, m in (given, longest)
+        ]
+        found = run(*given, biases[0], max_seqlen_q=given[0], max_seqlen_k=given[1])
+        truth = run(*longest, biases[1])
+        torch.testing.assert_close(found[:5], truth[:5])
+        for grad, want in zip(found[5:], truth[5:], strict=True):
+            rows, keys = want.shape[1:]
+            torch.testing.assert_close(grad[:, :rows, :keys], want)
+            assert not grad[:, rows:].any() and not grad[:, :, keys:].any()
+
+
+def test_max_seqlen_bounds_the_rows_that_count(backend):
+    q, k, v = packed(33, 50, 4, 2)
+    options = {"cu_seqlens_q": torch.tensor([0, 12, 33]), "cu_seqlens_k": torch.tensor([0, 23, 50])}
+    options |= {"seqused_q": torch.tensor([12, 17]), "seqused_k": torch.tensor([4, 25]), "backend": backend}
+    truth = onchip.attention_varlen(q, k, v, **options)
+    assert torch.equal(truth, onchip.attention_varlen(q, k, v, max_seqlen_q=17, max_seqlen_k=25, **options))
+    for name, most in (("max_seqlen_q", 17), ("max_seqlen_k", 25)):
+        with pytest.raises(ValueError, match=rf"{name}.*{most - 1}.*{most}"):
+            onchip.attention_varlen(q, k, v, **{name: most - 1}, **options)
+
+
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
 @pytest.mark.parametrize(
     "values, dtype, message",

@@ -93,7 +93,8 @@ def attention_varlen(
     Shapes: q (total_q, heads_q, dim), k (total_k, heads_k, dim), v (total_k, heads_k, dim_v). Sequence b is rows
     cu_seqlens[b] up to cu_seqlens[b + 1]; int32 or int64, (sequences + 1,), from 0 to the total. seqused (sequences,):
     only so many rows of each count; the others of q get out 0, of k are ignored whatever they hold. max_seqlen: the
-    longest length that the caller expects, an int or 0-d tensor; a longer sequence is an error.
+    longest length that the caller expects, an int or 0-d tensor; a longer sequence is an error. It is
+    then the seqlen_q or seqlen_k to which tensors of masks and scores broadcast; else that is the longest length.
     Masks and scores count q and k from the start of their own sequence, and take sequences for batch.
 
     Returns out (total_q, heads_q, dim_v) and, with return_lse, lse (heads_q, total_q). Otherwise as `attention`.

@@ -127,7 +127,7 @@ def _boundaries(side: str, cu_seqlens: Any, packed: Tensor) -> Tensor:
 
 
 def _longest(side: str, cu: Tensor, total: int, limit: Any, used: Tensor | None) -> int:
-    """The longest sequence; on a GPU, where the caller names it, without a look at the boundaries."""
+    """What the caller names, else the longest sequence; on a GPU a name is taken without a look at the boundaries."""
     if limit is not None:
         limit = _count(f"max_seqlen_{side}", limit, least=0)
         if cu.device.type != "cpu":
@@ -144,18 +144,18 @@ def _longest(side: str, cu: Tensor, total: int, limit: Any, used: Tensor | None)
         )
     if cu[-1] != total:
         raise ValueError(f"{name}: ends at {int(cu[-1])}, expected the total {total} of {side}")
+    if used is not None:
+        wrong = (used < 0) | (used > lengths)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"seqused_{side}: sequence {at} uses {int(used[at])} rows, expected 0 to its length {int(lengths[at])}"
+            )
+        lengths = used
     top = int(lengths.max()) if lengths.numel() else 0
     if limit is not None and top > limit:
         raise ValueError(f"max_seqlen_{side}: got {limit}, expected at least the longest sequence, {top}")
-    if used is None:
-        return top
-    wrong = (used < 0) | (used > lengths)
-    if wrong.any():
-        at = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"seqused_{side}: sequence {at} uses {int(used[at])} rows, expected 0 to its length {int(lengths[at])}"
-        )
-    return int(used.max()) if used.numel() else 0
+    return top if limit is None else limit
 
 
 def _count(name: str, value: Any, least: int) -> int:

@@ -57,8 +57,8 @@ def _case(call: Call, trains: bool) -> Case:
     own = k_lens != q_lens if packed else cache and len(set(k_lens)) > 1
     return Case(
         batch=problem.batch,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=max(k_lens) if cache else problem.seqlen_k,
+        seqlen_q=max(q_lens),
+        seqlen_k=max(k_lens),
         heads_q=problem.heads_q,
         heads_k=problem.heads_k,
         dim=problem.dim,

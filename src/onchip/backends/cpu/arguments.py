@@ -65,6 +65,7 @@ def place(call: Call, name: str, tensor: Tensor) -> None:
 def state(problem: Problem, operands: Operands, keep: list) -> Call:
     """Everything but the results. `keep` receives the tensors that must outlive the call."""
     q, k, v = (unit(x, keep) for x in (operands.q, operands.k, operands.v))
+    seqlen_q, seqlen_k = _longest(problem, operands)
     call = Call(
         dtype=_DTYPES[problem.dtype],
         batch=problem.batch,
@@ -72,11 +73,11 @@ def state(problem: Problem, operands: Operands, keep: list) -> Call:
         heads_k=problem.heads_k,
         dim=problem.dim,
         dim_v=problem.dim_v,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         n_members=problem.batch,
-        q_to=problem.seqlen_q,
-        k_to=problem.seqlen_k,
+        q_to=seqlen_q,
+        k_to=seqlen_k,
         scale=problem.scale,
         splits=problem.num_splits,
         threads=torch.get_num_threads(),
@@ -93,6 +94,14 @@ def state(problem: Problem, operands: Operands, keep: list) -> Call:
         call.seed = operands.seed - (1 << 64) * (operands.seed >= 1 << 63)
         call.keep_scale = 1.0 / (1.0 - problem.dropout) if problem.dropout < 1 else 0.0
     return call
+
+
+def _longest(problem: Problem, operands: Operands) -> tuple[int, int]:
+    """The longest sequences, by which kernels share out their work: a caller's bounds may be far above them."""
+    layout = operands.layout
+    if isinstance(layout, Varlen):
+        return max(layout.q_lens, default=0), max(layout.k_lens, default=0)
+    return problem.seqlen_q, problem.seqlen_k
 
 
 def recomputed(operands: Operands) -> bool:
