@@ -214,8 +214,9 @@ struct Worker : Tile {
     if (E::DEPTH == 2) {
       for (int i = 0; i < keys; i += 2)
         for (int64_t j = 0; j < lanes; j += VL) {
-          const char* row = ds + i * lanes * 2;
-          store(pairs.floats() + i / 2 * lanes + j, interleave(row, i + 1 < keys ? row + lanes * 2 : nullptr, j, lanes));
+          const char* row = ds + (i * lanes + j) * 2;
+          const Ints after = i + 1 < keys ? halves(row + lanes * 2) : Ints{};
+          store(pairs.floats() + i / 2 * lanes + j, (Vec)(halves(row) | after << 16));
         }
       ds = pairs.bytes();
     }
