@@ -78,6 +78,10 @@ def test_masks_and_scores_cover_a_given_max_seqlen(backend, mask, used):
     if used:
         options |= {"seqused_q": torch.tensor([12, 0, 17]), "seqused_k": torch.tensor([4, 3, 25])}
     longest, given = (17, 25) if used else (21, 27), (23, 41)
+    close = partial(
+        torch.testing.assert_close,
+        **dict.fromkeys(("rtol", "atol"), 1e-4 if q.dtype is torch.float32 else 1e-2),
+    )
     whole = torch.randn(4, *given)
 
     def run(nq, nk, bias, **limits):
@@ -93,22 +97,23 @@ def test_masks_and_scores_cover_a_given_max_seqlen(backend, mask, used):
         ]
         found = run(*given, biases[0], max_seqlen_q=given[0], max_seqlen_k=given[1])
         truth = run(*longest, biases[1])
-        torch.testing.assert_close(found[:5], truth[:5])
+        close(found[:5], truth[:5])
         for grad, want in zip(found[5:], truth[5:], strict=True):
             rows, keys = want.shape[1:]
-            torch.testing.assert_close(grad[:, :rows, :keys], want)
+            close(grad[:, :rows, :keys], want)
             assert not grad[:, rows:].any() and not grad[:, :, keys:].any()
 
 
 def test_max_seqlen_bounds_the_rows_that_count(backend):
     q, k, v = packed(33, 50, 4, 2)
-    options = {"cu_seqlens_q": torch.tensor([0, 12, 33]), "cu_seqlens_k": torch.tensor([0, 23, 50])}
-    options |= {"seqused_q": torch.tensor([12, 17]), "seqused_k": torch.tensor([4, 25]), "backend": backend}
-    truth = onchip.attention_varlen(q, k, v, **options)
-    assert torch.equal(truth, onchip.attention_varlen(q, k, v, max_seqlen_q=17, max_seqlen_k=25, **options))
-    for name, most in (("max_seqlen_q", 17), ("max_seqlen_k", 25)):
-        with pytest.raises(ValueError, match=rf"{name}.*{most - 1}.*{most}"):
-            onchip.attention_varlen(q, k, v, **{name: most - 1}, **options)
+    cu_q, cu_k, used = torch.tensor([0, 12, 33]), torch.tensor([0, 23, 50]), torch.tensor([12, 17])
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used, "seqused_k": used + 8}
+    call = partial(onchip.attention_varlen, q, k, v, **options, backend=backend)
+    assert torch.equal(call(), call(max_seqlen_q=17, max_seqlen_k=25))
+    if q.device.type == "cpu":  # on a GPU the caller vouches for it
+        for name, most in (("max_seqlen_q", 17), ("max_seqlen_k", 25)):
+            with pytest.raises(ValueError, match=rf"{name}.*{most - 1}.*{most}"):
+                call(**{name: most - 1})
 
 
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
