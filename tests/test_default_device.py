@@ -22,6 +22,7 @@ from onchip.watching import watch
 
 B, NQ, NK, HQ, HK = 2, 37, 70, 4, 2
 CU_Q, CU_K = (0, 9, 9, 37), (0, 20, 22, 70)
+SLOPES = torch.arange(HQ) / HQ
 SOURCES = Path(onchip.__file__).parent
 # Of lists and numbers from the user, as torch's own functions do. The other folders run on a GPU alone: tests/gpu.
 FOLLOWS = ("online_softmax.py", "backends/compiled", "backends/hopper", "backends/triton")
@@ -122,7 +123,7 @@ SCORES = {
     "bias by query": ([(HQ, NQ, 1)], lambda x: onchip.Score(bias=x)),
     "bias by key": ([(B, 1, 1, NK)], lambda x: onchip.Score(bias=x)),
     "sink": ([(HQ,)], lambda x: onchip.Score(sink=x)),
-    "mod": ([], lambda: onchip.Score(mod=onchip.mod(fade, torch.rand(HQ)))),
+    "mod": ([], lambda: onchip.Score(mod=onchip.mod(fade, SLOPES))),
     "all": (
         [(HQ,), (B, 1, NQ, NK), (HQ,)],
         lambda a, b, s: onchip.Score(softcap=2.0, alibi=a, bias=b, sink=s),
@@ -295,7 +296,7 @@ def test_plans():
 
 
 def walk(plan, algorithm):
-    found = steps.walk(plan.problem, plan.layout, plan.mask, algorithm)
+    found = steps.walk(plan.problem, plan.layout, plan.mask, algorithm, score=plan.score)
     return [str(event) for event in found]
 
 

@@ -112,14 +112,14 @@ def cells(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> list[Ce
         alike.setdefault(sizes, []).append(b)
     found = []
     for sizes, members in alike.items():
-        every = torch.ones(sweep.tiles.count(*sizes), dtype=torch.bool)
+        every = torch.ones(sweep.tiles.count(*sizes), dtype=torch.bool, device="cpu")
         found.append(Cell(tuple(members), 0, problem.heads_q, *sizes, every, every))
     return found
 
 
 def tile_lengths(length: int, tile: int) -> Tensor:
     """The length of each tile, the last one cut."""
-    start = torch.arange(0, length, tile)
+    start = torch.arange(0, length, tile, device="cpu")
     return (start + tile).clamp(max=length) - start
 
 
@@ -260,7 +260,7 @@ def _union(sweep: Sweep, asking: list[tuple[Cell, Tensor]], stored: Stored) -> t
     """
     _, _, by_row, by_key = stored.has
     shape = [max((seen.shape[dim] for _, seen in asking), default=0) for dim in (0, 1)]
-    height, width = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    height = width = torch.zeros(shape, dtype=torch.long, device="cpu")
     if not height.numel():
         return 0, 0
     for cell, seen in asking:

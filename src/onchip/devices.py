@@ -301,12 +301,12 @@ def _best(call: Callable[[], object], work: float, seconds: float = 0.08) -> flo
 
 
 def _product_rate(dtype: torch.dtype, n: int = 1024) -> float:
-    a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2))
+    a, b = (torch.ones(n, n, dtype=dtype, device="cpu") for _ in range(2))
     return _best(lambda: torch.mm(a, b), 2.0 * n**3)
 
 
 def _read_rate(size: int) -> float:
-    x = torch.ones(max(size // 4, 1 << 12))
+    x = torch.ones(max(size // 4, 1 << 12), device="cpu")
     return _best(lambda: x.sum(), 4.0 * x.numel())
 
 

@@ -35,7 +35,7 @@ def sample(
         return []
 
     def draw(n: int) -> int:
-        return int(torch.randint(0, n, (), generator=generator))
+        return int(torch.randint(0, n, (), generator=generator, device="cpu"))
 
     places = []
     for _ in range(count):

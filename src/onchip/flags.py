@@ -47,9 +47,9 @@ def cache(case: Any, page_size: int | None, append: int) -> tuple[Any, dict[str,
     import torch
 
     counts = [-(-n // page_size) for n in case.lengths_k]
-    table, first = torch.zeros(case.batch, max(counts), dtype=torch.int32), 0
+    table, first = torch.zeros(case.batch, max(counts), dtype=torch.int32, device="cpu"), 0
     for row, count in zip(table, counts, strict=True):
-        row[:count] = torch.arange(first, first + count)
+        row[:count] = torch.arange(first, first + count, device="cpu")
         first += count
     options["page_table"] = table
     return [(first, page_size, *x[2:]) for x in (k, v)], options

@@ -1,12 +1,15 @@
-"""Block maps for `block_sparse`: each function returns a bool tensor (blocks_q, blocks_k)."""
+"""Block maps for `block_sparse`: each function returns a bool tensor (blocks_q, blocks_k), on torch's default device
+unless another is given."""
 
 import torch
 from torch import Tensor
 
 __all__ = ["butterfly", "local_global", "strided"]
 
+Device = torch.device | str | None
 
-def local_global(nq: int, nk: int, *, local: int, global_: int) -> Tensor:
+
+def local_global(nq: int, nk: int, *, local: int, global_: int, device: Device = None) -> Tensor:
     """Blocks within ``local`` of the diagonal, and the first ``global_`` block rows and columns (Longformer, BigBird).
 
     >>> local_global(4, 4, local=1, global_=1).int().tolist()
@@ -14,11 +17,11 @@ def local_global(nq: int, nk: int, *, local: int, global_: int) -> Tensor:
     """
     _check(nq=nq, nk=nk)
     _check(least=0, local=local, global_=global_)
-    q, k = torch.arange(nq)[:, None], torch.arange(nk)
+    q, k = torch.arange(nq, device=device)[:, None], torch.arange(nk, device=device)
     return ((q + nk - nq - k).abs() <= local) | (q < global_) | (k < global_)
 
 
-def strided(nq: int, nk: int, *, stride: int, local: int) -> Tensor:
+def strided(nq: int, nk: int, *, stride: int, local: int, device: Device = None) -> Tensor:
     """The ``local`` blocks up to the diagonal, and every block a multiple of ``stride`` before it (Sparse Transformer).
 
     Causal block by block: nothing above the block diagonal. Combine with `causal` for the diagonal blocks.
@@ -28,11 +31,11 @@ def strided(nq: int, nk: int, *, stride: int, local: int) -> Tensor:
     """
     _check(nq=nq, nk=nk, stride=stride)
     _check(least=0, local=local)
-    distance = torch.arange(nq)[:, None] + nk - nq - torch.arange(nk)
+    distance = torch.arange(nq, device=device)[:, None] + nk - nq - torch.arange(nk, device=device)
     return (distance >= 0) & ((distance < local) | (distance % stride == 0))
 
 
-def butterfly(n: int) -> Tensor:
+def butterfly(n: int, *, device: Device = None) -> Tensor:
     """Fixed butterfly of n x n blocks, n a power of two: i sees j where their numbers differ in at most one bit.
 
     The union of a butterfly network's stages: (1 + log2 n) / n of the blocks. The pattern that block-sparse
@@ -44,7 +47,7 @@ def butterfly(n: int) -> Tensor:
     _check(n=n)
     if n & (n - 1):
         raise ValueError(f"butterfly: n is {n}, expected a power of two")
-    flips = torch.arange(n)[:, None] ^ torch.arange(n)
+    flips = torch.arange(n, device=device)[:, None] ^ torch.arange(n, device=device)
     return (flips & (flips - 1)) == 0
 
 

@@ -317,7 +317,7 @@ def draw_seed(seed: Any, dropout: float, q: Tensor) -> int | Tensor:
         if capture.capturing(q.device.type):
             seed = torch.randint(0, 2**62, (1,), device=q.device)
         else:
-            seed = torch.randint(0, 2**62, ())
+            seed = torch.randint(0, 2**62, (), device="cpu")
     if isinstance(seed, Tensor):
         return _read_seed(seed, q)
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -51,11 +51,11 @@ def cached(
     if isinstance(new, bool) or not isinstance(new, int) or new < 0:
         raise ValueError(f"new: got {new!r}, expected an int of at least 0, the keys that the call appends")
     if isinstance(cache_seqlens, tuple | list):
-        cache_seqlens = torch.as_tensor(cache_seqlens)
+        cache_seqlens = torch.tensor(cache_seqlens, device="cpu")
     if isinstance(page_table, tuple | list):  # its shape alone: pages one after the other
         if len(page_table) != 2 or not all(type(n) is int and n >= 0 for n in page_table):
             raise TypeError(f"page_table: got {page_table!r}, expected a tensor or a shape (batch, pages)")
-        page_table = torch.arange(page_table[0] * page_table[1]).view(*page_table)
+        page_table = torch.arange(page_table[0] * page_table[1], device="cpu").view(*page_table)
     given = (cache_seqlens, page_table, batch_idx, leftpad)
     lengths, table, rows, pads = (x.cpu() if isinstance(x, Tensor) else x for x in given)
     q, k, v = _like(tensors)
@@ -68,7 +68,7 @@ def cached(
 
 def _like(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """The same on the CPU, where what stands in lengths is read."""
-    return [torch.empty((), dtype=x.dtype).expand(x.shape) for x in tensors]
+    return [torch.empty((), dtype=x.dtype, device="cpu").expand(x.shape) for x in tensors]
 
 
 def autocast(tensors: list[Tensor], device: str, over_cache: bool) -> list[Tensor]:

@@ -218,7 +218,7 @@ def _named(name: str, args: list[Any], keywords: dict[str, Any], sizes: tuple[in
 def _documents(seqlen: int, count: int) -> Tensor:
     if type(count) is not int or not 1 <= count <= seqlen:
         raise ValueError(f"mask: documents: got {count!r}, expected an int from 1 to seqlen_k = {seqlen}")
-    return torch.linspace(0, seqlen, count + 1).round().to(torch.int32)
+    return torch.linspace(0, seqlen, count + 1, device="cpu").round().to(torch.int32)
 
 
 def _blocks(seqlen_q: int, seqlen_k: int, device: str, density: float, tile: int = 64) -> Mask:
@@ -226,7 +226,7 @@ def _blocks(seqlen_q: int, seqlen_k: int, device: str, density: float, tile: int
         raise ValueError(f"mask: blocks: density is {density!r}, expected a number in (0, 1]")
     rows, columns = _count(seqlen_q, seqlen_k, tile)
     generator = torch.Generator().manual_seed(0)
-    rank = torch.rand(rows, columns, generator=generator).argsort(1).argsort(1)
+    rank = torch.rand(rows, columns, generator=generator, device="cpu").argsort(1).argsort(1)
     return masks.block_sparse((rank < max(round(density * columns), 1)).to(device), tile=(tile, tile))
 
 
@@ -242,10 +242,10 @@ def _pattern(name: str, seqlen_q: int, seqlen_k: int, device: str, tile: int = 6
     if name == "butterfly":
         side = 1 << max(rows, columns, 2).bit_length() - 1
         side = side if side >= max(rows, columns) else 2 * side
-        chosen = patterns.butterfly(side)[:rows, :columns]
+        chosen = patterns.butterfly(side, device=device)[:rows, :columns]
     else:
-        chosen = patterns.local_global(rows, columns, local=1, global_=1)
-    return masks.block_sparse(chosen.to(device), tile=(tile, tile))
+        chosen = patterns.local_global(rows, columns, local=1, global_=1, device=device)
+    return masks.block_sparse(chosen, tile=(tile, tile))
 
 
 def mask_text(mask: str | Mask) -> str:

@@ -59,7 +59,8 @@ def training(progress: Progress, steps: int, context: int) -> dict[str, Any]:
                 progress.advance(task)
             else:
                 results[name] = {"losses": losses, **record}
-    dense, ours = (torch.tensor(results[name]["losses"], dtype=torch.float64) for name in ("dense", "onchip"))
+    losses = (results[name]["losses"] for name in ("dense", "onchip"))
+    dense, ours = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in losses)
     results["difference"] = (dense - ours).abs().max().item()  # NaN if any is, unlike Python's max
     check("losses", results["difference"], LOSS_TOLERANCE)
     return results

@@ -41,7 +41,7 @@ def run(attention: str, lengths: list[int]) -> Iterator[dict[str, Any]]:
 
 def measure(call: Any, seqlen: int) -> float:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, seqlen, HEADS, DIM, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, seqlen, HEADS, DIM, requires_grad=True, device="cpu") for _ in range(3))
     began = time.perf_counter()
     call(q, k, v).sum().backward()
     return time.perf_counter() - began

@@ -53,7 +53,7 @@ def run(attention: str, steps: int, context: int, batch: int = 1) -> Iterator[di
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps + 1)
     data = torch.frombuffer(bytearray(text.corpus()), dtype=torch.uint8).long()
-    starts = torch.randint(len(data) - context - 1, (steps, batch))
+    starts = torch.randint(len(data) - context - 1, (steps, batch), device="cpu")
     before, _ = fresh.resident()
     seconds = []
     for start in starts:

@@ -84,7 +84,7 @@ def make_mask(name: str, template: str | None, seqlen: int) -> tuple[str, Mask]:
         return "where(lambda b, h, q, k: (q - k) % 512 < 160)", masks.where(
             lambda b, h, q, k: (q - k) % 512 < 160
         )
-    at = torch.arange(seqlen) - (seqlen - 1) / 2
+    at = torch.arange(seqlen, device="cpu") - (seqlen - 1) / 2
     return "dense(disc)", masks.dense(at[:, None] ** 2 + at**2 < (0.45 * seqlen) ** 2)
 
 

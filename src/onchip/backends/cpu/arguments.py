@@ -220,20 +220,25 @@ def by_lengths(problem: Problem, operands: Operands) -> dict[tuple[int, int], li
     return groups
 
 
+def _numbers(members: list[int]) -> Tensor:
+    return torch.tensor(members, device="cpu")
+
+
 def _intervals(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """Keys [lo, hi) that the Rows parts leave each query: int32 (batch | 1, seqlen_q)."""
+    """Keys [lo, hi) that the Rows parts leave each query: int32 (batch | 1, longest q_len)."""
     mask, groups = operands.mask, by_lengths(problem, operands)
     shared = len(groups) == 1 and not any(rows.dependence(problem)[0] for rows in mask.rows)
-    lo = torch.zeros(1 if shared else problem.batch, problem.seqlen_q, dtype=torch.int32)
+    longest = max((q_len for q_len, _ in groups), default=0)
+    lo = torch.zeros(1 if shared else problem.batch, longest, dtype=torch.int32, device="cpu")
     hi = torch.zeros_like(lo)
     for (q_len, k_len), members in groups.items():
-        batch = torch.tensor(members[:1] if shared else members)
+        batch = _numbers(members[:1] if shared else members)
         region = Region(batch, 0, 1, 0, q_len, 0, k_len, q_len, k_len)
-        first, last = torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1, 1), k_len)
+        first, last = (torch.full((1, 1, 1, 1), end, device="cpu") for end in (0, k_len))
         for rows in mask.rows:
             low, high = rows.bounds(region)
-            first = first if low is None else torch.maximum(first, torch.as_tensor(low))
-            last = last if high is None else torch.minimum(last, torch.as_tensor(high))
+            first = first if low is None else first.clamp(min=low)
+            last = last if high is None else last.clamp(max=high)
         size = (len(batch), 1, q_len, 1)
         for total, bound in ((lo, first), (hi, last)):
             total[0 if shared else batch, :q_len] = bound.clamp(0, k_len).expand(size)[:, 0, :, 0].int()
@@ -249,7 +254,7 @@ def pieces(problem: Problem, operands: Operands, rows: bool) -> Iterator[tuple[l
         at_once = max(_SHOWN // max(64 * across * heads, 1), 1) if by_batch else len(members)
         for first in range(0, len(members), at_once):
             own = members[first : first + at_once]
-            asked = torch.tensor(own if by_batch else own[:1])
+            asked = _numbers(own if by_batch else own[:1])
             step = max(_SHOWN // max(across * heads * len(asked), 1) // 64 * 64, 64)
             for start in range(0, max(along, 1), step):
                 stop = min(start + step, along)
@@ -265,7 +270,7 @@ def mask_dependence(problem: Problem, mask: Mask) -> tuple[bool, bool]:
 
 def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep: list) -> None:
     """State a piece: its sequences, its part of them, and what the mask says of its pairs."""
-    numbers = torch.tensor(members)
+    numbers = _numbers(members)
     keep.append(numbers)
     call.members, call.n_members = numbers.data_ptr(), len(members)
     call.q_from, call.q_to, call.k_from, call.k_to = region.q0, region.q1, region.k0, region.k1
@@ -278,7 +283,7 @@ def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep
 def _looked_at(mask: Mask, region: Region) -> Tensor:
     """What the mask says of a region's pairs: bool (sequences, heads, queries, keys)."""
     shape = len(region.batch), region.head1 - region.head0, region.q1 - region.q0, region.k1 - region.k0
-    visible = torch.empty(shape, dtype=torch.bool)
+    visible = torch.empty(shape, dtype=torch.bool, device="cpu")
     step = max(_LOOK // (visible.numel() // shape[2]), 1)
     for q0 in range(region.q0, region.q1, step):
         part = replace(region, q0=q0, q1=min(q0 + step, region.q1))

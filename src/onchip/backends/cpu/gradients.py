@@ -32,10 +32,11 @@ class ScoreGrads:
             assert self.score.bias is not None
             self._start_bias(call, (1,) * (4 - self.score.bias.dim()) + tuple(self.score.bias.shape))
         if "alibi" in needs:
-            self.alibi = torch.zeros(chunks(call), *size)
+            self.alibi = torch.zeros(chunks(call), *size, device="cpu")
             call.dalibi = self.alibi.data_ptr()
         if "sink" in needs:
-            self.delta = torch.zeros(self.saved.lse.shape)  # contiguous, as the kernels read rows
+            # Contiguous, as the kernels read rows.
+            self.delta = torch.zeros(self.saved.lse.shape, device="cpu")
             call.delta = self.delta.data_ptr()
 
     def _start_bias(self, call: arguments.Call, shape: tuple[int, ...]) -> None:
@@ -46,15 +47,15 @@ class ScoreGrads:
         """
         problem = self.problem
         if 0 in shape:  # nothing to sum, and no room that says so
-            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2])
+            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2], device="cpu")
             return
         if shape[2] > 1 and shape[3] > 1:
             call.join_batch, call.join_heads = int(shape[0] == 1), int(shape[1] == 1)
-            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2])
+            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2], device="cpu")
         elif shape[2] > 1:
-            self.bias = torch.zeros(chunks(call), problem.batch, problem.heads_q, 1, shape[2])
+            self.bias = torch.zeros(chunks(call), problem.batch, problem.heads_q, 1, shape[2], device="cpu")
         else:
-            self.bias = torch.zeros(1, problem.batch, problem.heads_q, problem.seqlen_k, 1)
+            self.bias = torch.zeros(1, problem.batch, problem.heads_q, problem.seqlen_k, 1, device="cpu")
         call.dbias = self.bias.data_ptr()
         names = ("dbias_chunk", "dbias_batch", "dbias_head", "dbias_k", "dbias_q")
         for axis, name in enumerate(names):

@@ -133,7 +133,8 @@ def _forward_plain(problem: Problem, operands: Operands, run: Any) -> Output:
     batch, seqlen_q, heads = problem.batch, problem.seqlen_q, problem.heads_q
     out = q.new_empty((batch, seqlen_q, heads, problem.dim_v))
     # Two tensors: an operator's results share no storage, and a user's lse does not keep rest alive.
-    lse, rest = torch.empty((batch, heads, seqlen_q)), torch.empty((batch, heads, seqlen_q))
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    rest = lse.new_empty((batch, heads, seqlen_q))
     call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     call.lse, call.rest, call.threads = lse.data_ptr(), rest.data_ptr(), torch.get_num_threads()
     call.recomputed = arguments.recomputed(operands)
@@ -145,7 +146,7 @@ def _forward_plain(problem: Problem, operands: Operands, run: Any) -> Output:
 def _plain(problem: Problem, strides: tuple[tuple[int, ...], ...], band: Band | None) -> bytes:
     """The call of a dense problem under a band, or no mask, without addresses."""
     q, k, v = (
-        torch.empty(0, dtype=problem.dtype).as_strided((0, *shape), stride)
+        torch.empty(0, dtype=problem.dtype, device="cpu").as_strided((0, *shape), stride)
         for shape, stride in zip(_shapes(problem), strides, strict=True)
     )
     operands = Operands(
@@ -212,7 +213,7 @@ def _room(problem: Problem, operands: Operands, name: str) -> Tensor:
     like = getattr(operands, name)
     layout = operands.layout
     partly = isinstance(layout, Varlen) and (layout.used_q if name == "q" else layout.used_k) is not None
-    return (torch.zeros if partly else torch.empty)(like.shape, dtype=like.dtype)
+    return like.new_zeros(like.shape) if partly else like.new_empty(like.shape)
 
 
 def _run_backward(call: arguments.Call, problem: Problem, operands: Operands) -> None:
@@ -221,12 +222,12 @@ def _run_backward(call: arguments.Call, problem: Problem, operands: Operands) ->
         run(ctypes.byref(call))
         return
     call.chunks, _ = sizes(call)  # as many for every stretch of keys
-    before, parts = None, torch.empty(0)
+    before, parts = None, torch.empty(0, device="cpu")
     for members, region, last in with_last(arguments.pieces(problem, operands, rows=False)):
         kept: list = []
         arguments.show_region(call, operands.mask, members, region, kept)
         if members != before:  # a new group of sequences: dq is summed over its stretches of keys
-            parts = torch.zeros(sizes(call)[1])
+            parts = torch.zeros(sizes(call)[1], device="cpu")
             before = members
         call.dq_parts, call.last = parts.data_ptr(), last
         run(ctypes.byref(call))

@@ -162,7 +162,7 @@ class ScoreGrads:
             if tensor is None:
                 return None
             tensor = _four(tensor) if name == "bias" else tensor
-            return torch.zeros(tensor.shape, dtype=problem.accumulate)
+            return torch.zeros(tensor.shape, dtype=problem.accumulate, device=tensor.device)
 
         return cls(start("bias"), start("alibi"), start("sink"))
 

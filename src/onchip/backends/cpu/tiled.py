@@ -227,8 +227,8 @@ def _pieces(problem: Problem, operands: Operands, tiles: Tiles) -> Iterator[Piec
 def _forward(piece: Piece, out: Tensor, lse: Tensor, rest: Tensor) -> None:
     layout, dtype = piece.operands.layout, piece.problem.accumulate
     q = piece.read_q(piece.operands.q)
-    out_rows = torch.empty(*q.shape[:-1], piece.problem.dim_v, dtype=dtype)
-    lse_rows, rest_rows = (torch.empty(*q.shape[:-1], 1, dtype=dtype) for _ in range(2))
+    out_rows = q.new_empty(*q.shape[:-1], piece.problem.dim_v, dtype=dtype)
+    lse_rows, rest_rows = (q.new_empty(*q.shape[:-1], 1, dtype=dtype) for _ in range(2))
     for q0, q1, grids in piece.rows():
         q_tile = piece.stack(q[:, :, q0:q1]) * piece.factor  # [size, group * tile_m, dim]
         load("q", q_tile, piece.heads)
@@ -269,7 +269,7 @@ def _start(piece: Piece, tile_m: int) -> tuple[Tensor, Tensor]:
     shape = (piece.batch.numel(), piece.heads_q.stop - piece.heads_q.start, tile_m, 1)
     sink = piece.operands.score.sink
     if sink is None:
-        row_max = torch.full(shape, -torch.inf, dtype=piece.problem.accumulate)
+        row_max = torch.full(shape, -torch.inf, dtype=piece.problem.accumulate, device=piece.batch.device)
     else:
         logit = sink[piece.heads_q].to(piece.problem.accumulate) * (LOG2E / piece.unit)
         row_max = logit.view(1, -1, 1, 1).expand(shape)
@@ -299,7 +299,7 @@ def _backward(
     q, o, do = (piece.read_q(x) for x in (piece.operands.q, out, dout))
     lse, rest, dlse = (None if x is None else piece.read_q(x) for x in statistics)
     assert lse is not None and rest is not None
-    dq = torch.empty(q.shape, dtype=piece.problem.accumulate) if "q" in grads else None
+    dq = q.new_empty(q.shape, dtype=piece.problem.accumulate) if "q" in grads else None
     dk = torch.zeros_like(piece.k, memory_format=torch.contiguous_format) if "k" in grads else None
     dv = torch.zeros_like(piece.v, memory_format=torch.contiguous_format) if "v" in grads else None
     for q0, q1, grids in piece.rows():

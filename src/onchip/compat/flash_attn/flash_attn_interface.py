@@ -220,7 +220,7 @@ def _forward(
     with torch.no_grad():
         out, lse = attend(q, k, v, dropout=dropout_p, seed=seed, **common)
         weights = probabilities(q, k, common, dropout_p, seed) if return_softmax else q.new_empty(0)
-    key = torch.as_tensor(seed).reshape(1)
+    key = seed.reshape(1) if isinstance(seed, Tensor) else torch.tensor([seed], device="cpu")
     return out, lse, weights, torch.cat([key, torch.zeros_like(key)])
 
 
@@ -274,7 +274,7 @@ def _flash_attn_varlen_forward(
             max_q=max_seqlen_q, page_table=block_table, cache_leftpad=leftpad_k, num_splits=num_splits,
             mask=band(causal, *window), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
         )  # fmt: skip
-        return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
+        return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device="cpu")
     if leftpad_k is not None:
         raise NotImplementedError(
             "leftpad_k: without block_table is not supported; cut the padding off instead"
