@@ -1,9 +1,9 @@
 """The same cases on the Hopper backend, in half precision, where there is such a GPU."""
 
+import cases
 import pytest
 import torch
 
-import cases
 import checks
 
 REASONS = r"float(32|64): |dim(_v)? \d+: its tiles|(cache|paged) layout|dropout|an additive bias"

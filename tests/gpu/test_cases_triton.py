@@ -1,9 +1,8 @@
 """The cases of tests/test_cases_*.py on the Triton backend: each test that takes a backend."""
 
+import cases
 import pytest
 import torch
-
-import cases
 
 NOT_INTERPRETED = {"test_c56_more_than_65535_of_batch_and_heads"}  # 65,536 programs, one by one
 globals().update(
