@@ -24,8 +24,8 @@ B, NQ, NK, HQ, HK = 2, 37, 70, 4, 2
 CU_Q, CU_K = (0, 9, 9, 37), (0, 20, 22, 70)
 SLOPES = torch.arange(HQ) / HQ
 SOURCES = Path(onchip.__file__).parent
-# Of lists and numbers from the user, as torch's own functions do. The other folders run on a GPU alone: tests/gpu.
-FOLLOWS = ("online_softmax.py", "backends/compiled", "backends/hopper", "backends/triton")
+# Of lists and numbers from the user, as torch's own functions do.
+FOLLOWS = ("online_softmax.py",)
 
 
 def same(make, generator=0):

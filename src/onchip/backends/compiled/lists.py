@@ -80,7 +80,9 @@ def _kinds_unseen(problem: Problem, operands: Operands, tiles: Tiles, by_key: bo
 def _packed_kinds(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> Tensor:
     """PARTIAL for the tiles of each sequence that meet the band, by lengths that only the device knows."""
     device, band = operands.q.device, operands.mask.band or rules.Band()
-    q_len, k_len = (torch.as_tensor(x).view(-1, 1, 1) for x in operands.layout.device_lengths())
+    q_len, k_len = (
+        torch.as_tensor(x, device=device).view(-1, 1, 1) for x in operands.layout.device_lengths()
+    )
     m_blocks, n_blocks = tiles.count(problem.seqlen_q, problem.seqlen_k)
     first_q = torch.arange(m_blocks, device=device)[:, None] * tiles.tile_m
     first_k = torch.arange(n_blocks, device=device) * tiles.tile_n

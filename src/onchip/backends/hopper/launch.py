@@ -131,16 +131,16 @@ def forward(problem: Problem, operands: Operands) -> Output:
     if q.is_cuda and q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(q.get_device()):  # a kernel runs on the current device
             return forward(problem, operands)
-    fresh = torch.zeros if packed else torch.empty  # rows past a sequence's length are not written
-    out = fresh(*q.shape[:-1], problem.dim_v, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:-1], problem.dim_v, dtype=q.dtype, device=q.device)
     shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(shape, device=q.device, dtype=torch.float32)
-    if packed:
+    if packed:  # rows past a sequence's length are not written
+        out.zero_()
         lse.fill_(-torch.inf)
     if out.numel() == 0 or operands.k.numel() == 0 or problem.seqlen_k == 0:
         sink = operands.score.sink
         rows = -torch.inf if sink is None else sink.to(lse.dtype).unsqueeze(-1)
-        return Output(out.zero_(), lse.copy_(torch.as_tensor(rows).expand_as(lse)))
+        return Output(out.zero_(), lse.copy_(torch.as_tensor(rows, device=q.device).expand_as(lse)))
     _attend(problem, operands, out, lse)
     return Output(out, lse)
 

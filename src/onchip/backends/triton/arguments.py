@@ -99,7 +99,7 @@ def _geometry(
     if batches == 1:
         batch = max(batch, row * length, 16)
         batch += -batch % 16
-    like = torch.empty(0, dtype={2: torch.float16, 4: torch.float32}[itemsize])
+    like = torch.empty(0, dtype={2: torch.float16, 4: torch.float32}[itemsize], device="cpu")
     made = TensorDescriptor(like, [batches, heads, length, depth], [batch, head, row, 1], [1, 1, rows, dim])
     return {name: value for name, value in made.__dict__.items() if name != "base"}
 
