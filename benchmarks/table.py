@@ -154,6 +154,7 @@ def main() -> None:
         ("Triton backend", "h200-triton", gpu),
         ("Triton backend, shorter sequences (an earlier commit)", "h200-triton-short", triton),
         ("CPU: native kernels", "cpu-native", native),
+        ("CPU: native kernels on a newer core (an earlier commit)", "cpu-native-zen5", native),
         ("CPU: the tiled loop of torch operations", "cpu-tiled", cpu),
     ):
         file = HERE / "results" / f"{name}.json"

@@ -206,6 +206,22 @@ def test_extra_memory_grows_as_it_should(backend):
     assert 1.0 <= sizes[1] / sizes[0] <= (2.1 if backend == "cpu" else 4.1)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_extra_memory_has_the_sums_of_a_bias_gradient(backend):
+    """In float32, where the gradient is returned in 16 bits."""
+    q = torch.randn(1, 200, 4, 64, dtype=torch.bfloat16)
+
+    def extra(dtype, learned):
+        bias = torch.zeros(4, 200, 200, dtype=dtype, requires_grad=learned)
+        plan = onchip.plan(q, q, q, score=onchip.Score(bias=bias), backend=backend)
+        assert plan.passes()["backward"].extra_memory == plan.extra_memory
+        return plan.extra_memory
+
+    plain = extra(torch.float32, False)
+    assert extra(torch.bfloat16, False) == extra(torch.float32, True) == plain
+    assert extra(torch.bfloat16, True) == plain + 4 * 4 * 200 * 200
+
+
 def test_traffic_of_a_plan():
     """Its own backend's passes and the other algorithms', which make no schedules for the mask that calls use."""
     mask = onchip.causal()

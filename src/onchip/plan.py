@@ -67,7 +67,7 @@ class Plan:
         if algorithm not in self._found:
             backend = self.backend if algorithm == "onchip" else None
             stated = (_counted(self.problem, self.mask), self.layout, self.mask, (algorithm,))
-            learned = self.score.bias is not None and self.score.bias.requires_grad
+            learned = _learned(self.score)
             needs = ("q", "k", "v", *(("bias",) if learned else ()))
             options: dict[str, Any] = {"score": self.score, "backend": backend, "needs": needs}
             self._found.update(traffic.compare(*stated, **options, device=self.elsewhere))
@@ -253,6 +253,7 @@ def plan(
     whole = copy.copy(whole)
     tile_map = schedule.build(_counted(problem, whole), place, whole, tiles)
     pairs = traffic.visible_pairs(_counted(problem, whole), place, whole, tiles)
+    sums = stored.gradient_sums(problem, score) if _learned(score) else 0
     return Plan(
         problem=problem,
         backend=name,
@@ -263,7 +264,7 @@ def plan(
         full=tile_map.count(FULL),
         pairs=pairs,
         flops=2 * pairs * (problem.dim + problem.dim_v),
-        extra_memory=module.extra_memory(problem, tiles),
+        extra_memory=module.extra_memory(problem, tiles) + sums,
         copies=_copies(module, three),
         cast_from=given[0].dtype if q_like.dtype is not given[0].dtype else None,
         held=stored.left_out(whole, score),
@@ -279,6 +280,11 @@ def plan(
         mask=whole,
         score=score,
     )
+
+
+def _learned(score: Score) -> bool:
+    """Whether its bias gets a gradient."""
+    return score.bias is not None and score.bias.requires_grad
 
 
 def _check_kind(over_cache: bool, packing: dict[str, Any], of_cache: dict[str, Any]) -> None:

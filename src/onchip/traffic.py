@@ -180,6 +180,8 @@ def count(
         flops += 2 * (area if sweep.every else pairs) * width
         tile_flops += 2 * visited * width
     extra = _extra_memory(problem, layout, algorithm, step, area, backend)
+    if algorithm == "onchip" and score is not None and "bias" in needs:
+        extra += stored.gradient_sums(problem, score)
     shapes = {sweep.name: sweep.tiles for sweep in found}
     return Traffic(algorithm, step, problem.dtype, tensors, pairs, flops, tile_flops, extra, least, shapes)
 
