@@ -338,3 +338,26 @@ OURS = {
     "torch.nn.MultiheadAttention.__init__": "onchip.nn.MultiheadAttention.__init__",
     "torch.nn.MultiheadAttention.forward": "onchip.nn.MultiheadAttention.forward",
 }
+
+# Other names that code imports, which the list of interfaces leaves out: second names, and functions of autograd.
+FA2 = "flash_attn.flash_attn_interface"
+OTHERS = {
+    FA2: {
+        f"_wrapped_flash_attn_{name}": MIRRORED[FA2][f"_flash_attn_{name}"]
+        for name in ("forward", "varlen_forward", "backward", "varlen_backward")
+    },
+    "flash_attn.bert_padding": {
+        "index_first_axis": "input, indices",
+        "index_put_first_axis": "values, indices, first_axis_dim",
+        "index_first_axis_residual": "input, indices",
+    },
+    "flash_attn.layers.rotary": {
+        "apply_rotary_emb_func": MIRRORED["flash_attn.layers.rotary"]["apply_rotary_emb"],
+    },
+    "flash_attn.cute.block_sparsity": {
+        "BlockSparseTensorsTorch": (
+            "mask_block_cnt, mask_block_idx, full_block_cnt=None, full_block_idx=None, cu_total_m_blocks=None, "
+            "cu_block_idx_offsets=None, block_size=None, dq_write_order=None, dq_write_order_full=None, spt=None"
+        ),
+    },
+}

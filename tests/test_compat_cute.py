@@ -100,8 +100,6 @@ def test_block_sparse_tensors():
         lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=rule, block_sparse_tensors=no_full),
         q, k, v, visible=expand(partial) & inside,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="block_size"):
-        fa4.flash_attn_func(q, k, v, block_sparse_tensors=tensors._replace(block_size=None))
     assert ceildiv(40, 16) == 3
 
 
@@ -141,12 +139,21 @@ def test_pages():
     torch.testing.assert_close((out, lse), want)
 
 
+def sparse(x, **options):
+    counts, blocks = torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()
+    return fa4.flash_attn_func(
+        x, x, x, block_sparse_tensors=BlockSparseTensorsTorch(counts, blocks, **options)
+    )
+
+
 @pytest.mark.parametrize(
     "call, named",
     [
         (lambda x: fa4.flash_attn_func(x, x, x, gather_kv_indices=x), "gather_kv_indices"),
         (lambda x: fa4.flash_attn_func(x, x, x, aux_scalars=(1,)), "aux_scalars"),
         (lambda x: fa4.flash_attn_varlen_func(x, x, x, block_sparse_tensors=()), "block_sparse_tensors"),
+        (lambda x: sparse(x), "without block_size"),
+        (lambda x: sparse(x, block_size=(2, 2), cu_total_m_blocks=cu([0])), "packed sequences"),
         (lambda x: fa4.flash_attn_varlen_func(x, x, x, page_table=cu([0]), seqused_q=cu([1])), "seqused_q"),
         (lambda x: fa4.flash_attn_combine(x, x, seqused=cu([1])), "seqused"),
         (lambda x: fa4.flash_attn_combine(x, x, virtual_batch_idx=cu([1])), "virtual_batch_idx"),

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mirrored import MIRRORED, TORCH
+from mirrored import MIRRORED, OTHERS, TORCH
 
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "compatibility.md").read_text(encoding="utf-8")
 BODY, REFUSED = TEXT.split("## Refused names")
-EVERY = {**MIRRORED, **TORCH}
+EVERY = {module: names | OTHERS.get(module, {}) for module, names in {**MIRRORED, **TORCH}.items()}
 SECTIONS = {}  # (module, function) -> its table
 for chunk in re.split(r"^## ", BODY, flags=re.M)[1:]:
     module, *functions = re.split(r"^### ", chunk, flags=re.M)

@@ -146,6 +146,23 @@ def test_qkv_and_kv_in_place(grouped):
     assert torch.equal(kv[:, :, 1], v)
 
 
+def test_rotary_embedding_s_tables_have_flash_attn_s_names():
+    """Subclasses in models read them."""
+    layer = rotary.RotaryEmbedding(8, base=100.0, device="cpu")
+    assert (layer._seq_len_cached, layer._cos_cached, layer._sin_k_cached) == (0, None, None)
+    layer._update_cos_sin_cache(9, device=torch.device("cpu"), dtype=torch.float64)
+    angle = torch.arange(9)[:, None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
+    assert layer._seq_len_cached == 9 and layer._cos_k_cached is None
+    torch.testing.assert_close(layer._cos_cached, angle.cos().double())
+    torch.testing.assert_close(layer._sin_cached, angle.sin().double())
+    kept = layer._cos_cached
+    layer._update_cos_sin_cache(5, device=torch.device("cpu"), dtype=torch.float64)
+    assert layer._cos_cached is kept
+    scaled = rotary.RotaryEmbedding(8, scale_base=512, device="cpu")
+    scaled(torch.randn(1, 4, 3, 2, 8))
+    assert scaled._cos_k_cached.shape == scaled._sin_k_cached.shape == (4, 4)
+
+
 def test_rotary_embedding_module():
     layer = rotary.RotaryEmbedding(8, base=100.0, device="cpu")
     angle = torch.arange(9)[:, None] / 100.0 ** (torch.arange(0, 8, 2) / 8)

@@ -195,6 +195,20 @@ def test_replace_reaches_every_caller(calls):
     assert len(calls) == 3 and F.scaled_dot_product_attention is TORCH
 
 
+def test_a_module_imported_meanwhile_gets_torchs_function_back(tmp_path, monkeypatch):
+    (tmp_path / "imported_meanwhile.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention as attend\nfrom onchip import sdpa\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torchs = F.scaled_dot_product_attention
+    with replace_sdpa():
+        import imported_meanwhile
+
+        assert imported_meanwhile.attend is not torchs
+    assert imported_meanwhile.attend is torchs and imported_meanwhile.sdpa is sdpa
+    assert F.scaled_dot_product_attention is torchs
+
+
 def test_replace_is_undone_after_an_error():
     before = torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(KeyError), replace_sdpa():

@@ -55,6 +55,39 @@ print(importlib.metadata.version("flash_attn_3"))
     assert found == {"flash_attn/__init__.py", "flash_attn_interface.py"}
 
 
+def place(site, name, version):
+    """A distribution of that name and version, as far as its metadata goes."""
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name.replace('-', '_')}\nVersion: {version}\n"
+    )
+
+
+BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+
+
+def test_building_beside_the_user_s_own_real_package_is_refused(sources, tmp_path):
+    """In the site-packages of `pip install --user`."""
+    ask = "import site; print(site.getusersitepackages())"
+    user = {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user"), "PYTHONPATH": ""}
+    site = subprocess.run(
+        [sys.executable, "-c", ask], env=user, capture_output=True, text=True, check=True
+    ).stdout
+    place(Path(site.strip()), "flash-attn", "2.8.1")
+    for shim, code in (("flash-attn", 1), ("flash-attn-3", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", BUILD],
+            env=user,
+            cwd=sources / shim,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == code, done.stderr
+        assert ("flash-attn 2.8.1 is installed" in done.stderr) == bool(code)
+
+
 @pytest.mark.parametrize(
     "shim, name, version, refused",
     [
@@ -62,6 +95,7 @@ print(importlib.metadata.version("flash_attn_3"))
         ("flash-attn", "flash-attn-4", "4.0.0b1", True),  # which has flash_attn.cute
         ("flash-attn", "flash-attn", "2.8.3+onchip", False),
         ("flash-attn-3", "flash-attn-3", "3.0.0b1", True),
+        ("flash-attn-3", "flashattn-hopper", "3.0.0b1", True),
         ("flash-attn-3", "flash-attn", "2.8.1", False),
     ],
 )
@@ -72,13 +106,8 @@ def test_building_over_the_real_package_is_refused(shim, name, version, refused,
     site = Path(
         run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))", python=python).stdout.strip()
     )
-    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name.replace('-', '_')}\nVersion: {version}\n"
-    )
-    code = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    done = run("-c", code, python=python, paths=(sysconfig.get_path("purelib"),), cwd=sources / shim)
+    place(site, name, version)
+    done = run("-c", BUILD, python=python, paths=(sysconfig.get_path("purelib"),), cwd=sources / shim)
     if refused:
         assert done.returncode != 0
         assert (

@@ -1,12 +1,13 @@
 """Builds the shim, unless the package that it stands in for is installed: pip would then replace that one."""
 
+import site
 import sys
 import sysconfig
 from importlib.metadata import distributions
 
 from setuptools import setup
 
-REAL = ("flash-attn-3",)
+REAL = ("flash-attn-3", "flashattn-hopper")  # both own the module flash_attn_interface
 
 
 def refuse_over_the_real_one() -> None:
@@ -14,7 +15,8 @@ def refuse_over_the_real_one() -> None:
 
     pip builds in an environment of its own, which knows the interpreter's site-packages but does not import from them.
     """
-    places = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path})
+    own = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    places = sorted(own.union(sys.path))
     for found in distributions(path=places):
         name = (found.metadata["Name"] or "").lower().replace("_", "-").replace(".", "-")
         if name in REAL and "onchip" not in found.version:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -133,28 +134,39 @@ def _common(*shapes: torch.Size) -> torch.Size:
         ) from None
 
 
+@wraps(sdpa)
+def _stand_in(*args: Any, **kwargs: Any) -> Tensor:
+    """`sdpa` where it stands for torch's function: what the end of `replace_sdpa` must find is not the user's own."""
+    return sdpa(*args, **kwargs)
+
+
+def _named(function: Callable) -> list[tuple[ModuleType, str]]:
+    """(module, name) of every module's global that is this function."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and not module.__name__.startswith(("torch._C", __name__))
+        for name, value in list(module.__dict__.items())
+        if value is function
+    ]
+
+
 @contextmanager
 def replace_sdpa() -> Iterator[None]:
     """Route every call of F.scaled_dot_product_attention to `sdpa`, in all threads, until the context ends.
 
-    Every module's name for torch's function is rebound, and torch.nn.MultiheadAttention's fused path, which does not
-    call it, is switched off meanwhile.
+    Every module's name for torch's function is rebound, and at the end those of modules imported meanwhile, too.
+    torch.nn.MultiheadAttention's fused path, which does not call it, is switched off. Names of other kinds (attributes
+    of classes, default arguments) stay bound as they are.
     """
     original = torch.nn.functional.scaled_dot_product_attention
-    found = [
-        (module, name)
-        for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and not module.__name__.startswith("torch._C")
-        for name, value in list(module.__dict__.items())
-        if value is original
-    ]
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for module, name in found:
-            setattr(module, name, sdpa)
+        for module, name in _named(original):
+            setattr(module, name, _stand_in)
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, name in found:
+        for module, name in _named(_stand_in):
             setattr(module, name, original)

@@ -61,7 +61,9 @@ def block_mask(
     if tensors.cu_total_m_blocks is not None:
         raise NotImplementedError("block_sparse_tensors: of packed sequences are not supported")
     if tensors.block_size is None:
-        raise ValueError("block_sparse_tensors: block_size is None, expected (queries, keys) of a block")
+        raise NotImplementedError(
+            "block_sparse_tensors: without block_size, (queries, keys) of a block, is not supported"
+        )
     shape = (ceildiv(seqlen_q, tensors.block_size[0]), ceildiv(seqlen_k, tensors.block_size[1]))
     partial = listed_blocks(tensors.mask_block_cnt, tensors.mask_block_idx, shape)
     full = None

@@ -81,7 +81,12 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         scale = None if scale_base is None else self._compute_scale(device)
         self.register_buffer("scale", scale, persistent=False)
-        self._tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+        # By flash_attn's names, which subclasses read.
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
 
     def _even(self, device: torch.device | str | None) -> Tensor:
         return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
@@ -95,14 +100,15 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(self, seqlen: int, device=None, dtype=None):
         """Tables of seqlen positions, computed in float32 whatever the module was cast to."""
         graph = torch.compiler.is_compiling()  # tables that are kept would tie a graph to their length
-        found = None if graph else self._tables
+        cos, sin = (None, None) if graph else (self._cos_cached, self._sin_cached)
         if (
-            found is not None
-            and found[0].shape[0] >= seqlen
-            and (found[0].device, found[0].dtype) == (device, dtype)
-            and not (self.training and found[0].is_inference())
+            cos is not None
+            and sin is not None
+            and self._seq_len_cached >= seqlen
+            and (cos.device, cos.dtype) == (device, dtype)
+            and not (self.training and cos.is_inference())
         ):
-            return found
+            return cos, sin, self._cos_k_cached, self._sin_k_cached
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         angle = position[:, None] * self._compute_inv_freq(device)
         cos, sin = angle.cos(), angle.sin()
@@ -112,7 +118,8 @@ class RotaryEmbedding(torch.nn.Module):
             scale = self._compute_scale(device) ** power[:, None]
             made = tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))  # type: ignore
         if not graph:
-            self._tables = made
+            self._seq_len_cached = seqlen
+            self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = made
         return made
 
     def forward(
