@@ -427,3 +427,13 @@ def test_a_function_for_a_gpu_that_is_not_here():
     mask = onchip.where(lambda b, h, q, k: (q + k + h) % 3 != 0)
     plan = onchip.plan(shape, shape, shape, mask=mask, device="H200", dtype=torch.bfloat16)
     assert plan.device_name == "H200" and plan.pairs == onchip.plan(shape, shape, shape, mask=mask).pairs
+
+
+def test_refusals_speak_of_the_named_device():
+    shape = (1, 8, 1, 64)
+    for device, reason in (
+        ("H200", "hopper: torch.float64"),
+        ("MI300X", "hopper: the MI300X is no Hopper GPU"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"on the {device} .*{reason}.*triton: float64"):
+            onchip.plan(shape, shape, shape, dtype=torch.float64, device=device)

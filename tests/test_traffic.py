@@ -433,7 +433,7 @@ def test_gpt2_medium_standard_attention():
     PyTorch's softmax gradient takes two kernels) and 12 over tensors of 0.134 GB. Algorithms 0 and 3 alone, with
     scaling folded into the products and one kernel for the softmax's gradient, move 25.2 GB: 11 and 12 passes.
     """
-    assert gigabytes("eager") == pytest.approx(40.27, abs=0.01)  # 40.27 was measured by ncu on an H200
+    assert gigabytes("eager") == pytest.approx(40.27, abs=0.01)
     assert gigabytes("standard") == pytest.approx(25.23, abs=0.01)
     forward = traffic.count(*dense(1024, **GPT2), "eager")
     assert forward.bytes / 1e9 == pytest.approx(13.42, abs=0.01)  # measured: 13.42, 6.85 of it read

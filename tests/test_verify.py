@@ -118,7 +118,10 @@ def test_first_bad_row():
     assert exact.first_bad(out) is None
     out[1, 0, 0, 0], out[0, 4, 1, 2], out[0, 2, 1, 3] = float("nan"), float("inf"), float("nan")
     assert exact.first_bad(out) == (0, 1, 2)
-    assert exact.first_bad(out[1]) == (0, 0)
+    packed, starts = torch.zeros(9, 3, 4), torch.tensor([0, 2, 2, 6, 9], dtype=torch.int32)
+    assert exact.first_bad(packed, starts) is None
+    packed[7, 0], packed[4, 2, 1], packed[5, 1, 3] = float("nan"), float("inf"), float("nan")
+    assert exact.first_bad(packed, starts) == (2, 1, 3)
 
 
 CASES = [

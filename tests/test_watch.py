@@ -65,6 +65,15 @@ def test_nan_is_named_by_its_first_row(caplog):
     assert "(1, 2, 0)" in caplog.text and "(0, 1, 5)" in caplog.text
 
 
+def test_nan_of_a_packed_sequence_is_named_by_the_sequence(caplog):
+    q, k, v = (x[0] for x in qkv(1, 12, 12, 2))
+    q[8, 1, 0] = float("nan")
+    lengths = {name: torch.tensor([0, 5, 12]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    with watch(every=1) as seen, caplog.at_level(logging.ERROR, "onchip.watch"):
+        onchip.attention_varlen(q, k, v, **lengths)
+    assert seen.bad == {(1, 1, 3): 1} and "(1, 1, 3)" in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["out", "nan"])
 def test_a_wrong_backend_is_found(monkeypatch, caplog, fault):
     module = select.load(ON_CPU)

@@ -36,4 +36,7 @@ def choose(problem: Problem, name: str | None, device: str | None) -> tuple[str,
     if name == "hopper" or (name is None and reason is None):
         return "hopper", reasons
     name = name or next((n for n in select.AUTOMATIC if n not in reasons), None)
+    if name is None:
+        report = "; ".join(f"{n}: {reasons[n]}" for n in select.AUTOMATIC)
+        raise NotImplementedError(f"no backend serves this problem on the {device} ({report})")
     return select.choose(problem, name), reasons

@@ -141,15 +141,22 @@ def part(problem: Problem, operands: Operands, tensor: Tensor, name: str, batch:
     return layout.read_q(tensor, index, heads, layout.q_lens[batch])[0].double()
 
 
-def first_bad(out: Tensor) -> tuple[int, ...] | None:
-    """(batch, head, row) of the first row that holds NaN or inf, in that order; (head, row) of a packed tensor.
+def first_bad(out: Tensor, starts: Tensor | None = None) -> tuple[int, int, int] | None:
+    """(batch, head, row) of the first row that holds NaN or inf, in that order.
 
-    out: (batch, seqlen, heads, dim), or packed (total, heads, dim).
+    out: (batch, seqlen, heads, dim), or packed (total, heads, dim) with the starts of its sequences.
     """
     bad = ~torch.isfinite(out).all(-1)
     if not bool(bad.any()):
         return None
-    return tuple(int(i) for i in bad.transpose(-1, -2).nonzero()[0])
+    places = bad.transpose(-1, -2).nonzero()
+    if starts is not None:  # of (head, token)
+        starts = starts.to(places)
+        batch = torch.searchsorted(starts, places[:, 1].contiguous(), right=True) - 1
+        places = torch.stack([batch, places[:, 0], places[:, 1] - starts[batch]], 1)
+        places = places[batch == batch.min()]  # their order in it is that of heads, then rows
+    b, head, row = places[0].tolist()
+    return b, head, row
 
 
 def key_heads(problem: Problem, operands: Operands) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onchip import exact, select
 from onchip.autograd import Call
+from onchip.layout import Varlen
 from onchip.observe import observing
 from onchip.problem import Problem
 
@@ -40,7 +41,7 @@ class Watch:
     # "backend: reason" -> problems, each counted once.
     refusals: Counter[str] = field(default_factory=Counter)
     # First (batch, head, row) with NaN or inf -> calls.
-    bad: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    bad: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     _problems: set[Problem] = field(default_factory=set)
     _changes: set[tuple[str, str]] = field(default_factory=set)
     _problem: Problem | None = None
@@ -93,7 +94,8 @@ class Watch:
             return
         self.checks += 1
         problem, operands = call.problem, call.operands
-        bad = exact.first_bad(out)
+        starts = operands.layout.cu_seqlens_q if isinstance(operands.layout, Varlen) else None
+        bad = exact.first_bad(out, starts)
         if bad is not None:
             self.bad[bad] += 1
             log.error("call %d: out holds NaN or inf, first at (batch, head, row) = %s", self.calls, bad)
