@@ -20,12 +20,7 @@ MORE_SPILLS = {  # Ampere's products keep both operands in registers
     ("cuda:80", "dropout d64", "dq_kernel"): 160,
     ("cuda:80", "dropout d64, its seed in memory", "dq_kernel"): 160,
     # Loads of one number at a time, each with an address and a mask.
-    **{("cuda:80", ODD, step): 640 for step in ("dkdv_kernel", "dq_kernel")},
-    **{
-        (target, ODD, step): 360
-        for target in ("cuda:90", "cuda:100")
-        for step in ("dkdv_kernel", "dq_kernel")
-    },
+    **{("cuda:90", ODD, step): 360 for step in ("dkdv_kernel", "dq_kernel")},
     **{("cuda:90", ODD_V, step): 520 for step in ("forward_kernel", "dkdv_kernel")},
 }
 PRODUCTS = {"forward_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel"}
