@@ -1,6 +1,7 @@
 """The Hopper forward kernel beside FlashAttention-3 and cuDNN, in one interleaved run of CUDA graphs.
 
-    python benchmarks/hopper.py --fa3 /path/to/fa3_fwd/_C.abi3.so --out benchmarks/results/h200-hopper.json
+    python benchmarks/hopper.py --fa3 /path/to/fa3_fwd/_C.abi3.so --only grid --out benchmarks/results/h200-hopper.json
+    python benchmarks/hopper.py --only others --out benchmarks/results/h200-hopper-others.json
 
 The library is that of the PyPI wheel fa3-fwd; without it cuDNN is the only peer. Every output of the grid is compared
 with cuDNN's; other problems' are checked on sampled rows against float64. FLOPs: 4 N^2 d h b, half of it for causal.

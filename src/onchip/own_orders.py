@@ -187,10 +187,10 @@ def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | 
 
 def _triton_shares(problem: Problem, tiles: Tiles, pack: int, device: str | None) -> int:
     """As `forward_pass.Forward` splits the keys."""
+    from onchip.backends.triton.arguments import modifies
     from onchip.backends.triton.forward_pass import choose_splits
 
-    modified = bool({"softcap", "alibi", "bias", "mod"} & set(problem.score_parts))
-    if problem.layout == "varlen" or (modified and problem.layout == "dense"):
+    if problem.layout == "varlen" or (modifies(problem) and problem.layout == "dense"):
         return 1
     m_blocks, key_tiles = tiles.count(problem.seqlen_q, max(problem.seqlen_k, 1))
     programs = m_blocks * problem.heads_q // pack * problem.batch

@@ -51,6 +51,8 @@ def looked_up(mask: Mask) -> Iterator[tuple[str, Tensor]]:
 
 def tensors(problem: Problem, mask: Mask, score: Score | None) -> dict[str, tuple[Stored, ...]]:
     """By their names in `orders.TENSORS`. ValueError where the problem has a bias and the score is not given."""
+    from onchip.backends.cpu import arguments
+
     found: dict[str, tuple[Stored, ...]] = {}
     for name, tensor in looked_up(mask):
         found[name] = (*found.get(name, ()), Stored(own_sizes(tensor), tensor.element_size()))
@@ -63,9 +65,8 @@ def tensors(problem: Problem, mask: Mask, score: Score | None) -> dict[str, tupl
         found["bias"] = (Stored(own_sizes(bias), bias.element_size()),)
         shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
         found["dbias"] = (Stored(shape, bias.element_size()),)
-    elements = (*mask.elements, *mask.blocks[1:], *mask.unions)
-    if elements:
-        differs = [part.dependence(problem) for part in elements]
+    if shown := arguments.elements(mask):
+        differs = [part.dependence(problem) for part in shown]
         batch, heads = (any(each) for each in zip(*differs, strict=True))
         leading = problem.batch if batch else 1, problem.heads_q if heads else 1
         found["shown"] = (Stored((*leading, problem.seqlen_q, problem.seqlen_k), 1),)
