@@ -20,7 +20,14 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 CU = torch.tensor([0, 4, 9], dtype=torch.int32)
 IDS = torch.tensor([0] * 4 + [1] * 9)
 FAR = onchip.where(lambda b, h, q, k: (q + k) % 3 != 0)
-TABLE = onchip.where(lambda b, h, q, k, t: t[h, k] > 0, torch.arange(52).view(4, 13) % 5)
+LIFTS = torch.arange(52).view(4, 13) % 5
+
+
+def table(b, h, q, k, t):
+    return t[h, k] > 0
+
+
+TABLE = onchip.where(table, LIFTS)
 FADE = onchip.mod(lambda s, b, h, q, k: s - 0.1 * abs(q - k))
 
 
@@ -41,6 +48,9 @@ CALLS = {
         q, k, v, mask=onchip.padding((k[:, :, 0, 0] > -9).sum(1) // torch.tensor([1, 2]))
     ),
     "where": attend(mask=FAR | onchip.causal()),
+    "where made inside": lambda q, k, v: onchip.attention(
+        q, k, v, mask=onchip.where(lambda b, h, q, k: (q + k) % 3 != 0) & onchip.where(table, LIFTS)
+    ),
     "where with a tensor": attend(mask=TABLE & onchip.causal()),
     "mod": attend(score=onchip.Score(mod=FADE)),
     "documents": attend(mask=onchip.documents(IDS[4:], ids_k=IDS)),

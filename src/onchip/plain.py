@@ -172,6 +172,16 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 _Symbolic.__neg__ = lambda a: _Symbolic(-_number(a))  # type: ignore[attr-defined]
 
 
+def as_constant(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Under torch.compile, run while the graph is made; what it returns is a constant of the graph.
+
+    As torch.compiler.assume_constant_result, which would import all of Dynamo, for seconds.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@as_constant
 def check_closed(name: str, fn: Callable[..., Any]) -> None:
     """Raise ValueError where fn reads a tensor that is no argument: a change of it, or its gradient, would be lost."""
     if not isinstance(fn, types.FunctionType):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onchip import masks, rules
 from onchip.mask import Blocks, Dense, Documents, Mask, Rows, Union, Where
+from onchip.plain import as_constant
 from onchip.score import Mod
 
 Spec = tuple[str, list[int], list[Tensor]]
@@ -30,6 +31,7 @@ _INTERVALS = {
 _KEEP = 16  # masks with tensors that are remembered
 
 
+@as_constant
 def _number(fn: Callable[..., Any]) -> int:
     """The number of a user's function, in this process."""
     for number, known in enumerate(_functions):
@@ -37,10 +39,6 @@ def _number(fn: Callable[..., Any]) -> int:
             return number
     _functions.append(fn)
     return len(_functions) - 1
-
-
-# What torch.compiler.assume_constant_result does; that would import all of Dynamo, for seconds.
-_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def write(mask: Mask | None, mod: Mod | None) -> Spec:

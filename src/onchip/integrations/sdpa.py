@@ -36,14 +36,13 @@ def sdpa(
     query (..., heads_q, seqlen_q, dim), key and value (..., heads_k, seqlen_k, dim | dim_v) with any leading
     dimensions that broadcast, none included; returns (..., heads_q, seqlen_q, dim_v). attn_mask broadcasts to (...,
     heads_q, seqlen_q, seqlen_k): bool, True = visible, floating, added to the scores (and gets a gradient), or one of
-    torch.nn.attention.bias. is_causal aligns the first query with the first key. dropout_p holds whatever the mode.
-    enable_gqa: heads_q may be a multiple of heads_k.
+    torch.nn.attention.bias. is_causal aligns the first query with the first key; beside an attn_mask both hold, as in
+    torch's fused CPU kernel. dropout_p holds whatever the mode. enable_gqa: heads_q may be a multiple of the heads of
+    key and of value, which may differ.
 
-    A query that sees no key gets 0. Raises ValueError or TypeError for what does not fit, also attn_mask beside
-    is_causal; NotImplementedError for nested tensors.
+    A query that sees no key gets 0. Raises ValueError or TypeError for what does not fit; NotImplementedError for
+    nested tensors.
     """
-    if is_causal and attn_mask is not None:
-        raise ValueError("attn_mask: given with is_causal=True, expected one or the other")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor (..., heads, seqlen, dim)")
@@ -53,15 +52,19 @@ def sdpa(
         )
     if isinstance(scale, Tensor) and scale.dim() == 0 and not scale.requires_grad:
         scale = float(scale)
-    mask, bias = (_CAUSAL["top_left"] if is_causal else None), None
-    if attn_mask is not None:
-        mask, bias = _read_mask(attn_mask)
+    mask, bias = (None, None) if attn_mask is None else _read_mask(attn_mask)
     if query.dim() != 4 or query.shape[:-2] != key.shape[:-2] or key.shape[:-2] != value.shape[:-2]:
-        return _broadcast(query, key, value, mask, bias, dropout_p, scale, enable_gqa)
-    if isinstance(mask, Tensor):
-        mask = dense(mask)
+        return _broadcast(query, key, value, mask, bias, is_causal, dropout_p, scale, enable_gqa)
     score = None if bias is None else Score(bias=bias)
+    mask = _both(mask, is_causal)
     return attention(query, key, value, mask=mask, score=score, scale=scale, dropout=dropout_p, layout="bhsd")  # type: ignore
+
+
+def _both(mask: Mask | Tensor | None, is_causal: bool) -> Mask | None:
+    mask = dense(mask) if isinstance(mask, Tensor) else mask
+    if is_causal:
+        return _CAUSAL["top_left"] if mask is None else mask & _CAUSAL["top_left"]
+    return mask
 
 
 def _read_mask(attn_mask: Tensor) -> tuple[Mask | Tensor | None, Tensor | None]:
@@ -84,6 +87,7 @@ def _broadcast(
     v: Tensor,
     mask: Any,
     bias: Tensor | None,
+    is_causal: bool,
     dropout: float,
     scale: float | None,
     gqa: bool,
@@ -97,7 +101,13 @@ def _broadcast(
         if not all(shapes):
             raise ValueError("enable_gqa: is True for tensors without a dimension of heads")
         lead = _common(*(s[:-1] for s in shapes))
-        leads = [(*lead, s[-1]) for s in shapes]
+        heads_q, *heads = (s[-1] for s in shapes)
+        if heads[0] != heads[1] and all(n and heads_q % n == 0 for n in heads):
+            k, v = (
+                x.repeat_interleave(math.lcm(*heads) // n, -3) for x, n in zip((k, v), heads, strict=True)
+            )
+            heads = [k.shape[-3], v.shape[-3]]
+        leads = [(*lead, n) for n in (heads_q, *heads)]
     else:
         leads = [_common(*shapes)] * 3
     out_lead = leads[0]
@@ -116,7 +126,7 @@ def _broadcast(
             return x.unsqueeze(0 if gqa else 1)
         return four(x, out_lead)
 
-    mask = dense(pairs(mask)) if isinstance(mask, Tensor) else mask
+    mask = _both(pairs(mask) if isinstance(mask, Tensor) else mask, is_causal)
     score = None if bias is None else Score(bias=pairs(bias))
     tensors = (four(x, lead) for x, lead in zip((q, k, v), leads, strict=True))
     out = attention(*tensors, mask=mask, score=score, scale=scale, dropout=dropout, layout="bhsd")
