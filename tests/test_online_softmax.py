@@ -1,5 +1,7 @@
 """The teaching API of online softmax, and the roofline of single operations."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,6 +16,34 @@ def test_the_example():
     m, total = merge(summary([1.0, 3.0]), summary([2.0, 0.0]))
     assert float(m) == 3.0
     assert float(total) == pytest.approx(1.553, abs=5e-4)
+
+
+def test_pairs_of_plain_numbers():
+    """As on paper; a pair of tensors beside one of numbers keeps its dtype."""
+    whole = summary([1.0, 3.0, 2.0, 0.0])
+    m, total = merge((3.0, 1 + math.exp(-2.0)), (2, 1 + math.exp(-2.0)))
+    assert (float(m), float(total)) == (3.0, pytest.approx(float(whole.l))) and m.dtype is torch.float64
+    assert round(float(total), 3) == 1.553
+    for dtype in (torch.float32, torch.float64):
+        a = summary(torch.tensor([1.0, 3.0], dtype=dtype))
+        for found in (merge(a, (2.0, 1.0)), merge((2.0, 1.0), a)):
+            assert found.l.dtype is dtype and float(found.l) == pytest.approx(1 + math.exp(-2) + math.exp(-1))
+    assert merge((-math.inf, 0.0), (2.0, 1.0)) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("scores", [[math.inf, 1.0], [math.inf] * 2, [math.inf, -math.inf], [math.nan, 1.0]])
+def test_what_has_no_softmax_is_nan_as_in_attention(scores):
+    """The reference's lse is m + log(l); NaN stays NaN in every merge."""
+    k = torch.tensor(scores, dtype=torch.float64).view(1, len(scores), 1, 1)
+    _, lse = onchip.attention(
+        torch.ones_like(k[:, :1]), k, torch.ones_like(k), score=onchip.Score(), return_lse=True, backend="reference"
+    )  # fmt: skip
+    assert lse.isnan().all()
+    whole = summary(scores)
+    parts = merge(summary(scores[:1]), summary(scores[1:]))
+    for m, total in (whole, parts, merge(whole, (0.0, 1.0)), merge(summary([]), whole)):
+        assert math.isnan(float(m + total.log())) and math.isnan(float(total))
+        assert math.isnan(scores[0]) or float(m) == math.inf
 
 
 def test_any_cut_gives_the_whole_row_s_summary():
@@ -52,8 +82,11 @@ def test_wrong_input():
     for scores in ("abc", 3, torch.ones(3, dtype=torch.int64), torch.tensor(1.0)):
         with pytest.raises(TypeError, match="scores"):
             summary(scores)
-    with pytest.raises(TypeError, match="b: got"):
-        merge(summary([1.0]), 3)
+    for pair in (3, (1.0,), (1.0, "2"), (True, 1.0), [1.0, 2.0], (torch.ones((), dtype=torch.int64), 1.0)):
+        with pytest.raises(TypeError, match="b: got.*pair"):
+            merge(summary([1.0]), pair)
+        with pytest.raises(TypeError, match="a: got.*pair"):
+            merge(pair, (1.0, 1.0))
 
 
 # Rooflines.
@@ -81,7 +114,28 @@ def test_numbers_of_a_roofline():
     assert "memory-bound" in str(roofline("softmax", (10, 10), "H200"))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_names_of_operations_and_of_this_cpu(op):
+    """Spaces, lines and capitals do not count; the CPU goes by what tables call it, too."""
+    shape = {"matmul": (8, 8, 8), "attention": (1, 8, 2, 8)}.get(op, (8, 8))
+    plain = roofline(op, shape, "cpu", dtype=torch.float32)
+    words = op.split("_")
+    for name in (" ".join(words), "-".join(words), "".join(words), op.upper(), f" {op.title()} "):
+        assert roofline(name, shape, "this CPU", dtype=torch.float32) == plain
+    assert roofline(op, shape, "This cpu", dtype=torch.float32).device == "cpu"
+    if op == "attention":
+        for name in ("fused attention", "fused_attention", "Fused-Attention", "flash attention"):
+            assert roofline(name, shape, "CPU", dtype=torch.float32) == plain
+    if op == "matmul":
+        assert roofline("matrix product", shape, "cpu", dtype=torch.float32) == plain
+
+
 def test_wrong_rooflines():
+    for op in ("conv", "", "layer", "attentio n!", 3):
+        with pytest.raises(ValueError, match="op: got.*" + ".*".join(OPS)):
+            roofline(op, (3, 3), "H200")
+    with pytest.raises(ValueError, match="device: got 'that CPU'.*A100.*cpu"):
+        roofline("softmax", (3,), "that CPU")
     for op, shape, match in (
         ("conv", (1, 2), "op.*conv"),
         ("matmul", (1, 2), "shape.*m, n, k"),

@@ -24,6 +24,7 @@ ELEMENTWISE = {
     "layer_norm": (7, 1, 1),  # sum, difference, square, sum, product, gain and bias
 }
 OPS = ("matmul", *ELEMENTWISE, "attention")
+ALSO = {"fusedattention": "attention", "flashattention": "attention", "matrixproduct": "matmul"}
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,16 @@ def roofline(
     dtype: torch.dtype = torch.float16,
     mask: Mask | None = None,
 ) -> Roofline:
-    """The `Roofline` of an operation on a device (`onchip.devices.NAMES`; None: this machine's).
+    """The `Roofline` of an operation on a device (`onchip.devices.NAMES` or "this CPU"; None: this machine's).
 
     op and shape: "matmul" (m, n, k), inner length k; "softmax", "mask", "dropout" and "layer_norm" of any shape;
-    "attention" (batch, seqlen, heads, dim), fused, forward, with `mask` if given.
+    "attention" (batch, seqlen, heads, dim), fused, forward, with `mask` if given. In names of operations, capitals,
+    spaces, "-" and "_" do not count; "fused attention" is attention.
     """
-    if op not in OPS:
-        raise ValueError(f"op: got {op!r}, expected one of {', '.join(OPS)}")
+    op = _op(op)
     _check_shape(op, shape)
+    if isinstance(device, str) and device.lower() == "this cpu":
+        device = "cpu"
     where = device if isinstance(device, Device) else find_device(device)
     if mask is not None and op != "attention":
         raise ValueError(f"mask: given for {op}, expected only for attention")
@@ -94,7 +97,7 @@ def roofline(
         rate = where.peak["vector"]
         extra = 2 * shape[-1] if op == "layer_norm" else 0  # gain and bias
         moved = (n * (reads + writes) + extra) * dtype.itemsize
-        return Roofline(op, shape, where.name, per * n, moved, rate, where.bandwidth)
+        return Roofline(op, tuple(shape), where.name, per * n, moved, rate, where.bandwidth)
     if op == "matmul":
         m, n, k = shape
         flops, moved = 2 * m * n * k, (m * k + k * n + m * n) * dtype.itemsize
@@ -107,7 +110,16 @@ def roofline(
         place = Dense(batch, seqlen, seqlen)
         found = count(problem, place, Mask() if mask is None else mask, "minimum")
         flops, moved = found.flops, found.bytes
-    return Roofline(op, shape, where.name, flops, moved, where.rate(dtype), where.bandwidth)
+    return Roofline(op, tuple(shape), where.name, flops, moved, where.rate(dtype), where.bandwidth)
+
+
+def _op(name: object) -> str:
+    """The one of `OPS` that is meant."""
+    plain = str(name).lower().translate(str.maketrans("", "", " -_"))
+    known = {op.replace("_", ""): op for op in OPS} | ALSO
+    if plain not in known:
+        raise ValueError(f"op: got {name!r}, expected one of {', '.join(OPS)}")
+    return known[plain]
 
 
 def _check_shape(op: str, shape: object) -> None:
