@@ -12,7 +12,8 @@ from checks import ON_CPU
 from contract_masks import MASKS, Shape, full_truth
 from onchip import select
 from onchip.bench import command, paper, peers, report, run, timing
-from onchip.bench.cases import Case, load, mask_text, parse_mask, save
+from onchip.bench.cases import Case, mask_text, parse_mask
+from onchip.bench.files import load, save
 from onchip.bench.timing import Regime
 from onchip.mask import Region
 

@@ -12,7 +12,8 @@ import torch
 import onchip
 from checks import ON_CPU, qkv
 from onchip import autograd, observe, select, watching
-from onchip.bench.cases import Case, load
+from onchip.bench.cases import Case
+from onchip.bench.files import load
 from onchip.recording import record
 from onchip.watching import watch
 
@@ -268,18 +269,3 @@ def test_no_call_of_many_threads_is_lost():
         sys.setswitchinterval(was)
     assert seen.calls == sum(seen.backends.values()) == 400 and seen.tokens == 800 and seen.checks == 58
     assert recorded.cases[0].calls == 400
-
-
-def test_masks_that_hold_tensors_stay_in_the_process(tmp_path):
-    q, k, v = qkv(1, 8, 8, 1)
-    with record() as seen:
-        for _ in range(2):
-            onchip.attention(q, k, v, mask=onchip.dense(torch.rand(8, 8) < 0.5))
-    (case,) = seen.cases
-    assert case.calls == 2 and isinstance(case.mask, onchip.Mask)
-    with pytest.raises(ValueError, match="tensor"):
-        seen.save(tmp_path / "cases.json")
-    from onchip.bench import run
-    from onchip.bench.timing import Regime
-
-    assert run.run([case], ["onchip"], "cpu", Regime(repeats=1, least=0.0))[0].ok

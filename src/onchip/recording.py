@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
+from onchip import capture
 from onchip.autograd import Call
-from onchip.bench import cases
-from onchip.bench.cases import Case
+from onchip.bench import files
+from onchip.bench.cases import Case, mask_text, snapshot
 from onchip.layout import Cache, Varlen
+from onchip.mask import Mask
 from onchip.observe import observing
 
 
@@ -31,34 +33,49 @@ class Recorder:
         return sorted(found, key=lambda case: -case.calls)
 
     def save(self, path: str | Path) -> None:
-        """Write the cases as JSON for ``onchip bench --cases``; ValueError where a mask holds a tensor or function."""
-        cases.save(self.cases, Path(path))
+        """Write the cases as JSON for ``onchip bench --cases``, and what tensors their masks hold to path + ".pt".
+
+        ValueError where a mask holds a function.
+        """
+        files.save(self.cases, Path(path))
 
     def called(self, call: Call, out: Tensor, lse: Tensor, seconds: float) -> None:
         layout = call.operands.layout
         if not out.numel() or not any(q and k for q, k in zip(layout.q_lens, layout.k_lens, strict=True)):
             return  # nothing to measure
         case = _case(call, out.requires_grad)
-        # Masks made anew at each call are one by what they print.
-        key = (replace(case, mask=""), case.mask_text)
+        recorded = capture.capturing(call.problem.device)  # into a CUDA graph: a tensor cannot be looked at
+        key = (replace(case, mask=""), case.mask_text, () if recorded else _shares(case.mask))
         with self._lock:
-            _, count = self._seen.get(key, (case, 0))
-            self._seen[key] = (case, count + 1)
+            if key not in self._seen:
+                kept = case.mask if recorded or isinstance(case.mask, str) else snapshot(case.mask)
+                self._seen[key] = (replace(case, mask=kept), 0)
+            first, count = self._seen[key]
+            self._seen[key] = (first, count + 1)
+
+
+def _shares(mask: str | Mask) -> tuple[float, ...]:
+    """What is visible of each bool tensor, to a tenth: layers of other densities are other workloads."""
+    tensors = () if isinstance(mask, str) else mask.tensors()
+    bools = (t for t in tensors if t.dtype is torch.bool and t.numel())
+    return tuple(round(float(t.float().mean()), 1) for t in bools)
 
 
 def _case(call: Call, trains: bool) -> Case:
     problem, operands, layout = call.problem, call.operands, call.operands.layout
-    mask: Any = operands.mask
-    # A mask without an expression stays as it is: measured in this process, not written to a file.
-    with suppress(ValueError):
-        mask = cases.mask_text(mask)
+    try:
+        mask: str | Mask = mask_text(operands.mask)
+    except ValueError:  # it has no expression
+        mask = operands.mask
     packed, cache = isinstance(layout, Varlen), isinstance(layout, Cache)
     q_lens, k_lens = tuple(layout.q_lens), tuple(layout.k_lens)
-    own = k_lens != q_lens if packed else cache and len(set(k_lens)) > 1
+    # A mask of tensors may cover a cache's slots, used or not.
+    longest = problem.seqlen_k if cache and isinstance(mask, Mask) else max(k_lens)
+    own = k_lens != q_lens if packed else cache and {*k_lens} != {longest}
     return Case(
         batch=problem.batch,
         seqlen_q=max(q_lens),
-        seqlen_k=max(k_lens),
+        seqlen_k=longest,
         heads_q=problem.heads_q,
         heads_k=problem.heads_k,
         dim=problem.dim,
@@ -83,6 +100,8 @@ def record() -> Iterator[Recorder]:
     ...     model(batch).loss.backward()
     >>> seen.save("cases.json")  # then: onchip bench --cases cases.json
 
+    Masks are kept as they are. Those made anew at each call, of the same parts and shapes and visible to the same
+    tenth, are one workload, with the tensors of the first.
     Cases are without ALiBi, biases, sinks and score functions: each lists in `without`, and its label says, what its
     calls had of them. They have the default scale, and of a paged cache its lengths. Calls without a query or key are
     left out.

@@ -1,17 +1,17 @@
-"""Named workloads: sizes, mask, dtype and pass as plain values, from flags, a YAML or JSON file, or recorded calls."""
+"""Named workloads: sizes, mask, dtype and pass as plain values, from flags, a file (`files.py`) or recorded calls."""
 
 from __future__ import annotations
 
 import ast
-import json
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip import masks, patterns
+from onchip import masks, patterns, problem as problems, spec, stand_ins
+from onchip.layout import Layout
 from onchip.mask import Mask
 from onchip.score import Score
 
@@ -21,7 +21,7 @@ PASSES = ("forward", "backward", "both")
 
 @dataclass(frozen=True)
 class Case:
-    """One workload. mask: an expression of `MASKS`, such as "causal & (window(255, 0) | sinks(4))".
+    """One workload. mask: an expression of `MASKS`, such as "causal & (window(255, 0) | sinks(4))", or a mask.
 
     seqlen_k, heads_k, dim_v: as for q where None. lengths: packed sequences, in place of batch and seqlen;
     lengths_k: their keys, if not as many, or the lengths in a cache.
@@ -50,17 +50,14 @@ class Case:
     ] = ()  # what the recorded calls had and the case has not: "alibi", "bias", "sink", "mod"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", DTYPES.get(self.dtype, self.dtype))
-        if self.dtype not in DTYPES.values():
-            raise ValueError(f"dtype: got {self.dtype!r}, expected one of {', '.join(DTYPES.values())}")
-        if self.what not in PASSES:
-            raise ValueError(f"what: got {self.what!r}, expected one of {', '.join(PASSES)}")
-        for name in ("lengths", "lengths_k", "without"):
-            if not isinstance(getattr(self, name), tuple | list):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a list")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_words()
         sizes = {"batch": self.batch, "seqlen_q": self.seqlen_q, "heads_q": self.heads_q, "dim": self.dim}
-        sizes |= {"seqlen_k": self.seqlen_k, "heads_k": self.heads_k, "dim_v": self.dim_v}
+        sizes |= {
+            "seqlen_k": self.seqlen_k,
+            "heads_k": self.heads_k,
+            "dim_v": self.dim_v,
+            "calls": self.calls,
+        }
         for name, n in sizes.items():
             if n is not None and (type(n) is not int or not 1 <= n < 2**31):
                 raise ValueError(f"{name}: got {n!r}, expected an int of at least 1 and below 2**31")
@@ -74,6 +71,38 @@ class Case:
         if self.cache and (self.lengths or self.what != "forward" or self.dropout):
             raise ValueError("cache: given with lengths, dropout or a backward pass, expected none of them")
         self.make_mask()  # an expression that cannot be read fails here
+
+    def _check_words(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"name: got {self.name!r}, expected text")
+        if type(self.cache) is not bool:
+            raise ValueError(f"cache: got {self.cache!r}, expected true or false")
+        dtype = DTYPES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
+        if dtype not in DTYPES.values():
+            raise ValueError(f"dtype: got {self.dtype!r}, expected one of {', '.join(DTYPES.values())}")
+        object.__setattr__(self, "dtype", dtype)
+        if self.what not in PASSES:
+            raise ValueError(f"what: got {self.what!r}, expected one of {', '.join(PASSES)}")
+        for name in ("lengths", "lengths_k", "without"):
+            if not isinstance(getattr(self, name), tuple | list):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected a list")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not all(isinstance(word, str) for word in self.without):
+            raise ValueError(f"without: got {list(self.without)}, expected words")
+
+    def check(self) -> None:
+        """Raise what a call on this case raises of its sizes, mask and dtype; nothing is computed."""
+        three = stand_ins.tensors(*self.shapes, "bshd", self.torch_dtype)
+        q, k, v = three
+        kind = "cache" if self.cache else "varlen" if self.lengths else "dense"
+        if self.cache:
+            lengths = self.lengths_k or (self.k_len,) * self.batch
+            place: Layout = stand_ins.cached((q, k, v), lengths, 0, None, None, None, bounded=False)
+        elif self.lengths:
+            place = stand_ins.packed((q, k, v), *self.packing().values())
+        else:
+            place = problems.dense_layout(q, k, v)
+        problems.state(q, k, v, place, kind, self.make_mask(), None, dropout=self.dropout, device="cpu")
 
     def _check_lengths(self) -> None:
         for name in ("lengths", "lengths_k"):
@@ -145,7 +174,7 @@ class Case:
     def make_mask(self, device: str = "cpu") -> Mask | None:
         """The mask; the same one for the same expression and sizes, random block maps included."""
         if isinstance(self.mask, Mask):
-            return self.mask
+            return on(self.mask, device)
         return parse_mask(self.mask, self.seqlen_q, self.k_len, device)
 
     def to_json(self) -> dict[str, Any]:
@@ -192,7 +221,7 @@ def _mask(node: ast.expr, text: str, sizes: tuple[int, int, str]) -> Mask:
         try:
             args = [ast.literal_eval(a) for a in node.args]
             keywords = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-        except ValueError:
+        except (ValueError, TypeError):
             raise ValueError(
                 f"mask: {text!r} has an argument that is not a number, a string or None"
             ) from None
@@ -248,6 +277,31 @@ def _pattern(name: str, seqlen_q: int, seqlen_k: int, device: str, tile: int = 6
     return masks.block_sparse(chosen, tile=(tile, tile))
 
 
+def snapshot(mask: Mask) -> Mask:
+    """The mask with tensors of its own on the CPU, which later changes in place do not reach."""
+    return _with(mask, copied)
+
+
+def on(mask: Mask, device: str) -> Mask:
+    """The mask with its tensors on a device; itself where they are there."""
+    if all(tensor.device.type == torch.device(device).type for tensor in mask.tensors()):
+        return mask
+    return _with(mask, lambda tensor: tensor.to(device))
+
+
+def _with(mask: Mask, change: Callable[[Tensor], Tensor]) -> Mask:
+    text, ints, tensors = spec.write(mask, None)
+    changed = spec.read(text, ints, [change(tensor) for tensor in tensors])[0]
+    assert changed is not None
+    return changed
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy on the CPU that repeats what the tensor repeats, as an expanded mask does, without storing it again."""
+    once = tensor.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+    return once.to("cpu", copy=True).expand(tensor.shape)
+
+
 def mask_text(mask: str | Mask) -> str:
     """The expression of a mask of bands and of rows that are the same for every sequence; ValueError for others."""
     if isinstance(mask, str):
@@ -270,48 +324,3 @@ def mask_text(mask: str | Mask) -> str:
     if mask.elements or mask.blocks:
         raise ValueError(f"mask: {mask!r} holds a tensor or a function, which a file of cases cannot")
     return " & ".join(parts)
-
-
-def load(path: Path) -> list[Case]:
-    """The cases of a .json, .yaml or .yml file: a list of dicts of `Case`'s fields, or {name: dict}.
-
-    Raises ValueError for an unknown field, OSError where the file cannot be read.
-    """
-    text = path.read_text(encoding="utf-8")
-    if path.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError:
-            raise ValueError(f"{path}: reading YAML needs the package pyyaml") from None
-        try:
-            found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: {error}") from None
-    else:
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: {error}") from None
-    if isinstance(found, dict):
-        bodies = ((name, {} if body is None else body) for name, body in found.items())
-        found = [{"name": str(n), **body} if isinstance(body, dict) else body for n, body in bodies]
-    if not isinstance(found, list) or not found or not all(isinstance(body, dict) for body in found):
-        raise ValueError(f"{path}: expected a list of cases, or names with one each")
-    known = {field.name for field in fields(Case)}
-    cases = []
-    for i, body in enumerate(found):
-        unknown = sorted(set(body) - known)
-        if unknown:
-            raise ValueError(
-                f"{path}: case {i} has {', '.join(unknown)}, expected of {', '.join(sorted(known))}"
-            )
-        try:
-            cases.append(Case(**body))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: case {i}: {error}") from None
-    return cases
-
-
-def save(cases: list[Case], path: Path) -> None:
-    """Write the cases as JSON that `load` reads."""
-    path.write_text(json.dumps([case.to_json() for case in cases], indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from onchip import verifying
-from onchip.bench import cases as workloads, paper as papers, report, run
+from onchip.bench import cases as workloads, files, paper as papers, report, run
 from onchip.bench.cases import Case
 from onchip.bench.timing import Regime
 
@@ -23,7 +23,7 @@ from onchip.bench.timing import Regime
 def cases(path: Path | None, *, seqlens: str, masks: list[str], what: str, **sizes: Any) -> list[Case]:
     """The cases of a file, or every seqlen with every mask. "decode": seqlen keys of a cache and one query."""
     if path is not None:
-        return workloads.load(path)
+        return files.load(path)
     try:
         lengths = [int(n) for n in seqlens.split(",")]
     except ValueError:
