@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
@@ -324,5 +325,25 @@ def test_compiled_functions_take_masks_and_mods_from_outside():
     )
     torch.testing.assert_close(compiled(q, k, v), want)
     inside = torch.compile(lambda *qkv: flex_attention(*qkv, distance), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="made outside of the compiled function"):
+    with pytest.raises(Exception, match="make them outside of one graph"):
         inside(q, k, v)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_model_calls_it_between_two_graphs():
+    """With gradients, and without compiling anew for calls like the last."""
+
+    def model(q, k, v, block_mask):
+        return flex_attention(q * 2, k, v, score_mod=distance, block_mask=block_mask) * 3
+
+    q, k, v = (x.requires_grad_() for x in inputs())
+    block_mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2], device="cpu")
+    compiled = torch.compile(model, backend="aot_eager")
+    want, got = model(q, k, v, block_mask), compiled(q, k, v, block_mask)
+    torch.testing.assert_close(got, want)
+    up = torch.randn_like(want)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), up) for x in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+    before = counters["stats"]["unique_graphs"]
+    compiled(q, k, v, block_mask)
+    assert before > 0 and counters["stats"]["unique_graphs"] == before

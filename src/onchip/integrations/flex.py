@@ -236,6 +236,16 @@ def to_mod(score_mod: Callable[..., Any]) -> onchip.Mod:
     return made
 
 
+@torch.compiler.disable(
+    reason="to_mask and to_mod read a function's surroundings: make them outside of one graph"
+)
+def _adapted(
+    score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, seqlen_q: int, seqlen_k: int
+) -> tuple[onchip.Mask | None, onchip.Score | None]:
+    mask = None if block_mask is None else to_mask(block_mask, seqlen_q, seqlen_k)
+    return mask, None if score_mod is None else onchip.Score(mod=to_mod(score_mod))
+
+
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -253,14 +263,11 @@ def flex_attention(
 
     query (batch, heads_q, seqlen_q, dim), key and value (batch | 1, heads_k, seqlen_k, dim | dim_v). Returns out
     (batch, heads_q, seqlen_q, dim_v), with return_lse or return_aux=AuxRequest(lse=True) also lse (batch, heads_q,
-    seqlen_q). Raises ValueError for fewer key heads without enable_gqa, NotImplementedError for max_scores, and for the
-    functions under torch.compile.
+    seqlen_q). Raises ValueError for fewer key heads without enable_gqa, NotImplementedError for max_scores.
+
+    Under torch.compile the functions are adapted between two graphs. For one graph (fullgraph=True), call
+    `onchip.attention` with `to_mask(block_mask, ...)` and `to_mod(score_mod)` made outside.
     """
-    if torch.compiler.is_compiling() and (score_mod is not None or block_mask is not None):
-        raise NotImplementedError(
-            "score_mod, block_mask: under torch.compile call onchip.attention with to_mask(block_mask, ...) and "
-            "to_mod(score_mod), made outside of the compiled function"
-        )
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: has shape {tuple(x.shape)}, expected (batch, heads, seqlen, dim)")
@@ -271,11 +278,12 @@ def flex_attention(
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux: max_scores is not supported")
     key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    mask = score = None
+    if score_mod is not None or block_mask is not None:
+        mask, score = _adapted(score_mod, block_mask, query.shape[2], key.shape[2])
     out, lse = onchip.attention(
-        query, key, value, layout="bhsd", scale=scale, return_lse=True,
-        mask=None if block_mask is None else to_mask(block_mask, query.shape[2], key.shape[2]),
-        score=None if score_mod is None else onchip.Score(mod=to_mod(score_mod)),
-    )  # fmt: skip
+        query, key, value, mask=mask, score=score, scale=scale, layout="bhsd", return_lse=True
+    )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
