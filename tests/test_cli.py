@@ -22,6 +22,16 @@ def call(*arguments):
     return ended.value.code
 
 
+def wrong(capsys, *arguments):
+    """What the command line says of these arguments: one line on stderr, nothing on stdout, exit status 2."""
+    assert call(*arguments) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.startswith("onchip: ") and len(printed.err.splitlines()) == 1, (
+        printed
+    )
+    return printed.err.strip()
+
+
 def test_plan(capsys):
     assert not call("plan", "-n", "600", "-H", "4", "--heads-k", "2", "-m", "causal", "--dtype", "bf16")
     text = capsys.readouterr().out
@@ -149,16 +159,123 @@ def test_plan_of_a_gpu_that_is_not_named(capsys):
         (("verify", "--lengths", "3,4", "--seqlen-k", "64"), "--seqlen-k.*--lengths"),
         (("verify", "--dropout", "2"), "dropout"),
         (("verify", "--backend", "triton", "-n", "16"), "triton"),
+        (("bench", "--impl", ","), "--impl: got ','"),
+        (("bench", "--impl", "onchip,,standard"), "--impl: got 'onchip,,standard'"),
+        (("bench", "-n", ""), "--seqlen: got ''"),
+        (("bench", "--heads", "3", "--heads-k", "2"), "3 and 2 heads"),
+        (("bench", "-n", "16,32", "-m", "padding(20)", "--impl", "onchip"), "padding: got length 20"),
+        (("bench", "-m", "window({[]: 1}, 0)"), "not a number"),
+        (("bench", "-m", "causal" + " & causal" * 9999), "nested too deeply"),
+        (("bench", "--pass", "decode", "--seqlen-k", "8"), "--seqlen-k.*--pass decode"),
+        (("bench", "--pass", "decode", "--lengths", "3,4"), "cache.*lengths"),
+        (("bench", "--cool", "inf"), "--cool"),
+        (("bench", "--cool", "nan"), "--cool"),
+        (("bench", "--softcap", "nan"), "softcap: got nan"),
+        (("bench", "--dropout", "nan"), "--dropout"),
+        (("plan", "--device", ""), "device: got ''"),
+        (("plan", "--backend", ""), "backend: got ''"),
+        (("plan", "--device", "meta"), "meta"),
+        (("plan", "--lengths", "5,"), "--lengths: got '5,'"),
+        (("plan", "-m", "blocks(0.5, 8)", "--lengths", "16,8"), "block_sparse"),
+        (("verify", "--heads", "3", "--heads-k", "2"), "3 and 2 heads"),
+        (("verify", "-n", "16", "-m", "padding(99)"), "padding"),
+        (("verify", "-n", "16", "-d", "1000000000", "-H", "100"), "memory"),
+        (("explain", "-n", "0"), "seqlen: got 0"),
+        (("explain", "-d", "999"), "dim: got 999"),
+        (("explain", "-m", "padding(9999)", "--no-open"), "padding"),
+        (("tune", "--dims", "64,x"), "dims '64,x'"),
+        (("tune", "--dims", ""), "dims ''"),
+        (("tune", "--itemsize", "3"), "itemsize 3"),
+        (("tune", "--seqlen", "1"), "--seqlen"),
+        (("doctor", "more"), "more"),
         (("doctor", "--wrong"), "--wrong"),
         (("nothing",), "nothing"),
     ],
 )
 def test_anything_wrong_is_one_line(capsys, arguments, words):
-    code = call(*arguments)
-    said = code if isinstance(code, str) else capsys.readouterr().err.strip()
-    assert code not in (0, None)
-    assert said.startswith("onchip: ") and len(said.splitlines()) == 1, said
+    said = wrong(capsys, *arguments)
     assert all(word in said for word in words.split(".*"))
+
+
+FILES = {
+    "a name of several": ("a.json", '[{"name": {"a": 1}}]', "case 0: name: got {'a': 1}"),
+    "a name that is a number": ("a.json", '[{"name": 3}]', "case 0: name: got 3"),
+    "not UTF-8": ("a.json", b"\xff\xfe{}", "a.json: is not UTF-8"),
+    "not UTF-8 either": ("a.yaml", b"\xff\xfe{}", "a.yaml: is not UTF-8"),
+    "heads": ("a.json", '[{}, {"heads_q": 3, "heads_k": 2, "name": "mine"}]', "case 1 (mine): q, k: have 3 and 2"),
+    "heads in yaml": ("a.yaml", "mine: {heads_q: 3, heads_k: 2}", "case 0 (mine): q, k: have 3 and 2 heads"),
+    "a mask that does not fit": ("a.json", '[{"mask": "padding(9999)"}]', "case 0: padding: got length 9999"),
+    "a mask of packed": ("a.json", '[{"lengths": [3, 4], "mask": "documents(2)"}]', "case 0: documents: cu_seqlens"),
+    "a mask of a cache": ("a.json", '[{"cache": true, "seqlen_k": 8, "mask": "padding(9)"}]', "case 0: padding: got"),
+    "a mask that is a list": ("a.json", '[{"mask": ["causal"]}]', "case 0: mask: got ['causal']"),
+    "a mask of words": ("a.json", '[{"mask": {}}]', "case 0: mask: expected an expression"),
+    "a mask too deep": ("a.json", json.dumps([{"mask": "&".join(["causal"] * 9999)}]), "case 0: mask: 69992 letters"),
+    "no field": ("a.yaml", "- {1: 2, a: 3}", "case 0 has 1, a, expected of batch"),
+    "a float": ("a.json", '[{"batch": 1.0}]', "case 0: batch: got 1.0"),
+    "a truth": ("a.yaml", "a: {batch: yes}", "case 0 (a): batch: got True"),
+    "dtype of several": ("a.json", '[{"dtype": {}}]', "case 0: dtype: got {}"),
+    "pass of several": ("a.json", '[{"what": []}]', "case 0: what: got []"),
+    "cache in words": ("a.json", '[{"cache": "no"}]', "case 0: cache: got 'no'"),
+    "calls in words": ("a.json", '[{"calls": "x"}]', "case 0: calls: got 'x'"),
+    "no calls": ("a.json", '[{"calls": 0}]', "case 0: calls: got 0"),
+    "without numbers": ("a.json", '[{"without": [1]}]', "case 0: without: got [1]"),
+    "lengths in words": ("a.json", '[{"lengths": "12"}]', "case 0: lengths: got '12'"),
+    "softcap of nothing": ("a.json", '[{"softcap": NaN}]', "case 0: softcap: got nan"),
+    "dropout of nothing": ("a.json", '[{"dropout": NaN}]', "case 0: dropout: got nan"),
+    "a wrong date": ("a.yaml", "- 2024-99-99", "a.yaml: month"),
+    "a key of several": ("a.yaml", "? [a]\n: 3", "a.yaml: while constructing"),
+    "deep": ("a.json", "[" * 99999, "a.json: maximum recursion"),
+    "nothing": ("a.yaml", "", "a.yaml: expected a list of cases"),
+    "too large": ("a.json", '[{"batch": 2147483647, "name": "big"}]', "big: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_file_is_one_line(capsys, tmp_path, name):
+    """It names the file and the case; before anything is measured."""
+    file, body, words = FILES[name]
+    path = tmp_path / file
+    path.write_bytes(body if isinstance(body, bytes) else body.encode())
+    assert words in wrong(capsys, "bench", "--cases", str(path), "--impl", "onchip")
+
+
+def test_a_file_where_none_can_be(capsys, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    for arguments in (
+        ("bench", "-n", "16", "--impl", "onchip", "--out", str(path)),
+        ("bench", "paper", "--quick", "--out", str(path)),
+        ("bench", "--cases", str(tmp_path)),
+        ("explain", "--no-open", "--no-cpu", "--out", str(path / "page.html")),
+        ("explain", "--no-open", "--no-cpu", "--out", str(tmp_path)),
+        ("demo", "--quick", "--out", str(path)),
+    ):
+        assert str(tmp_path) in wrong(capsys, *arguments)
+
+
+def test_tune_where_it_cannot(capsys, monkeypatch, tmp_path):
+    """No GPU; no Triton; a place that cannot be written; a GPU that fails: each in a line."""
+    assert "no GPU" in wrong(capsys, "tune")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    find = importlib.util.find_spec
+    with monkeypatch.context() as hidden:
+        hidden.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find(name)
+        )
+        assert "tune needs triton" in wrong(capsys, "tune")
+    if find("triton") is None:
+        return
+    from onchip.backends.triton import tune as tuning
+
+    def fails(*args, **options):
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    monkeypatch.setattr(tuning, "tune", fails)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path / "file" / "folder"))
+    assert "folder" in wrong(capsys, "tune")
+    monkeypatch.setenv("ONCHIP_CACHE", str(tmp_path))
+    assert wrong(capsys, "tune") == "onchip: CUDA error: out of memory more"
 
 
 @pytest.mark.parametrize("command", ["plan", "bench", "verify"])
@@ -168,12 +285,15 @@ def test_what_no_memory_holds_is_one_line(capsys, monkeypatch, command):
 
     monkeypatch.setattr("onchip.plan", fails)
     monkeypatch.setattr("onchip.bench.peers.inputs", fails)
-    assert call(command, "-n", "16") == "onchip: can't allocate memory"
+    assert wrong(capsys, command, "-n", "16").endswith(": can't allocate memory")
 
 
-def test_names_of_implementations_may_be_apart(capsys):
-    assert not call("bench", "-n", "16", "-H", "1", "--impl", "onchip, standard", "--repeats", "1")
-    assert "standard" in capsys.readouterr().out
+def test_names_of_implementations_may_be_apart_and_count_once(capsys):
+    """Cases too."""
+    sizes = ("-n", "16,16", "-H", "1", "-m", "causal", "-m", "causal", "--repeats", "1")
+    assert not call("bench", *sizes, "--impl", "onchip, standard,onchip")
+    text = capsys.readouterr().out
+    assert "standard" in text and len(re.findall("(?m) onchip +[0-9]", text)) == 1
 
 
 def test_bench(capsys, tmp_path):

@@ -173,16 +173,17 @@ def test_wrong_flags_are_one_line(arguments, said, capsys):
     assert err.startswith("onchip: ") and said in err and err.count("\n") == 1
 
 
-def test_missing_extras_are_one_line(monkeypatch):
+def test_missing_extras_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cli, "DEMO_NEEDS", ("rich", "no_such_package"))
     with pytest.raises(SystemExit) as exit:
         cli.main(["demo"])
-    assert exit.value.code == 'onchip: the demo needs no_such_package: pip install "onchip[demo]"'
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == 'onchip: the demo needs no_such_package: pip install "onchip[demo]"\n'
 
 
-def test_unwritable_place_is_one_line(tmp_path):
+def test_unwritable_place_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as exit:
         cli.main(["demo", "--out", str(tmp_path / "file")])
-    said = str(exit.value.code)
-    assert said.startswith("onchip: ") and "file" in said
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and said.startswith("onchip: ") and "file" in said and said.count("\n") == 1

@@ -235,15 +235,18 @@ def test_command_without_a_browser_or_the_cpu(small, tmp_path, monkeypatch):
         (("-d", "513"), "dim: got 513"),
         (("-m", "causl"), "causl"),
         (("-m", "window(-1, 0)"), "window"),
+        (("-n", "200", "-m", "padding(150)"), "padding: got length 150, expected at most 128"),
     ],
 )
-def test_wrong_choices_are_one_line(small, tmp_path, arguments, words):
-    code = run("--out", tmp_path / "page.html", "--no-open", "--no-cpu", *arguments)
-    assert words in code and "\n" not in code
+def test_wrong_choices_are_one_line(small, tmp_path, capsys, arguments, words):
+    assert run("--out", tmp_path / "page.html", "--no-open", "--no-cpu", *arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_page_over_the_limit_is_refused(small, tmp_path, monkeypatch):
+def test_a_page_over_the_limit_is_refused(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "LIMIT", 1000)
-    assert "expected at most 1000" in run("--out", tmp_path / "page.html", "--no-open", "--no-cpu")
+    assert run("--out", tmp_path / "page.html", "--no-open", "--no-cpu") == 2
+    assert "expected at most 1000" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

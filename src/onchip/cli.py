@@ -37,7 +37,7 @@ def demo(
     try:
         run(out, steps=steps, quick=quick)
     except (OSError, RuntimeError) as error:
-        sys.exit(f"onchip: {error}")
+        flags.stop(flags.line(error))
 
 
 Batch = Annotated[int, typer.Option("--batch", "-b", min=1)]
@@ -81,7 +81,7 @@ def explain(
     try:
         size = explain.write(out, seqlen=seqlen, dim=dim, mask=mask or None, cpu=cpu)
     except flags.WRONG as error:
-        sys.exit(f"onchip: {flags.line(error)}")
+        flags.stop(flags.line(error))
     print(f"page: {out.resolve()} ({size // 1000} kB)")
     if show:
         webbrowser.open(out.resolve().as_uri())
@@ -126,16 +126,16 @@ def plan(
     flags.packed(context)
     cached = flags.numbers("--cache", cache, "4096, or 300,17,1000")
     if cached and (min(cached) < 0 or not any(cached)):
-        sys.exit(f"onchip: --cache: got {cache!r}, expected lengths of at least 0, one above it")
+        flags.stop(f"--cache: got {cache!r}, expected lengths of at least 0, one above it")
     if not cached and (page_size is not None or append):
-        sys.exit(f"onchip: {'--append' if append else '--page-size'}: needs --cache")
+        flags.stop(f"{'--append' if append else '--page-size'}: needs --cache")
     if cached and seqlen_k is not None:
-        sys.exit("onchip: --seqlen-k: given with --cache, expected one of them")
+        flags.stop("--seqlen-k: given with --cache, expected one of them")
     if len(cached) == 1:
         cached *= batch
     elif cached:
         if "batch" in flags.given(context) and batch != len(cached):
-            sys.exit(f"onchip: --batch: got {batch}, expected {len(cached)} as --cache has lengths")
+            flags.stop(f"--batch: got {batch}, expected {len(cached)} as --cache has lengths")
         batch = len(cached)
     case = flags.make_case(
         Case, batch=batch, seqlen_q=seqlen or (1 if cached else 1024), seqlen_k=max(cached, default=seqlen_k),
@@ -143,7 +143,7 @@ def plan(
         softcap=softcap, dropout=dropout, cache=bool(cached), lengths_k=cached,
     )  # fmt: skip
     q, k, v = case.shapes
-    where = device or _here()
+    where = _here() if device is None else device
     options: dict[str, Any] = {"dtype": case.torch_dtype, "device": where, "backend": backend}
     options |= case.packing()
     if cached:
@@ -162,7 +162,7 @@ def plan(
         )
         text = json.dumps(found.to_json(), indent=1) if as_json else found.report()
     except flags.WRONG as error:
-        sys.exit(f"onchip: {flags.line(error)}")
+        flags.stop(flags.line(error))
     if as_json:
         print(text)
     else:
@@ -198,7 +198,7 @@ def bench(
     impl: Annotated[str, typer.Option(help="Implementations, by commas; all that are here if none.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 7,
     cool: Annotated[
-        float, typer.Option(min=0.0, help="Idle seconds before each measurement; 0: sustained.")
+        float, typer.Option(min=0.0, max=3600.0, help="Idle seconds before each measurement; 0: sustained.")
     ] = 0.0,
     out: Annotated[Path | None, typer.Option(help="Directory for results.json, and plots.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="For `paper`: small sizes.")] = False,
@@ -207,15 +207,17 @@ def bench(
     from onchip.bench import command
 
     if what not in ("", "paper"):
-        sys.exit(f"onchip: bench: got {what!r}, expected 'paper' or nothing")
+        flags.stop(f"bench: got {what!r}, expected 'paper' or nothing")
     always = ("what", "out", "repeats", "cool")
     if what == "paper":
         flags.only(context, "paper", (*always, "quick"))
     elif cases is not None:
         flags.only(context, "--cases", (*always, "cases", "impl"))
     elif quick:
-        sys.exit("onchip: --quick: is for `bench paper`")
+        flags.stop("--quick: is for `bench paper`")
     flags.packed(context)
+    if step == "decode" and seqlen_k is not None:
+        flags.stop("--seqlen-k: given with --pass decode, whose keys are --seqlen")
     try:
         if what == "paper":
             command.paper(out, repeats, cool, quick)
@@ -225,10 +227,9 @@ def bench(
             dim_v=dim_v, dtype=dtype, masks=mask, lengths=flags.lengths(lengths), softcap=softcap, dropout=dropout,
             what=step,
         )  # fmt: skip
-        names = [name.strip() for name in impl.split(",") if name.strip()]
-        wrong = command.bench(chosen, names, repeats, cool, out)
+        wrong = command.bench(chosen, flags.names("--impl", impl), repeats, cool, out)
     except flags.WRONG as error:
-        sys.exit(f"onchip: {flags.line(error)}")
+        flags.stop(flags.line(error))
     if wrong:
         sys.exit(f"onchip: {wrong}")
 
@@ -266,7 +267,7 @@ def verify(
         select.check_name(backend)
         wrong = command.verify(case, backend)
     except flags.WRONG as error:
-        sys.exit(f"onchip: {flags.line(error)}")
+        flags.stop(flags.line(error))
     if wrong:
         sys.exit(f"onchip: {wrong}")
 
@@ -287,26 +288,33 @@ def tune(
     seqlen: Annotated[int, typer.Option(min=256, help="Queries and keys of the timed problems.")] = 8192,
 ) -> None:
     """Measure every tile size on this GPU and keep the fastest for later runs (some minutes)."""
-    wrong = [d for d in dims.split(",") if d not in ("64", "128", "256")]
-    if wrong or itemsize not in (2, 4):
-        sys.exit(
-            f"onchip: got dims {dims!r} and itemsize {itemsize}, expected dims of 64,128,256 and itemsize 2 or 4"
+    chosen = flags.names("--dims", dims)
+    if not chosen or not {*chosen} <= {"64", "128", "256"} or itemsize not in (2, 4):
+        flags.stop(
+            f"got dims {dims!r} and itemsize {itemsize}, expected dims of 64,128,256 and itemsize 2 or 4"
         )
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("onchip: tune found no GPU, expected one that Triton serves")
-    from onchip.backends.triton import tune as tuning
+        flags.stop("tune found no GPU, expected one that Triton serves")
+    flags.need(("triton",), "tune", "pip install triton")
+    from onchip.backends.triton import table, tune as tuning
 
     def report(row: tuning.Row, timed: tuning.Timed) -> None:
         ms = "does not fit" if timed.ms is None else "full {:.3f} ms, causal {:.3f} ms".format(*timed.ms)
         print(f"{row.step} dim {row.dim} {tuple(timed.config)}: {ms}", flush=True)
 
-    rows = [row for dim in dims.split(",") for row in tuning.rows(int(dim), itemsize)]
-    found = tuning.tune(rows, seqlen=seqlen, each=report)
+    rows = [row for dim in chosen for row in tuning.rows(int(dim), itemsize)]
+    try:
+        # Before the work: an unwritable place should fail at once.
+        table.overrides_file().parent.mkdir(parents=True, exist_ok=True)
+        found = tuning.tune(rows, seqlen=seqlen, each=report)
+        path = tuning.keep(found)
+    except flags.WRONG as error:
+        flags.stop(flags.line(error))
     for row, timed in found.items():
         print(f"{row.step} dim {row.dim}: {tuple(timed[0].config)}")
-    print(f"kept in {tuning.keep(found)}")
+    print(f"kept in {path}")
 
 
 def _show(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -12,35 +12,49 @@ import typer
 WRONG = (ValueError, TypeError, NotImplementedError, OSError, RuntimeError, MemoryError, OverflowError)
 
 
+def stop(message: str) -> NoReturn:
+    """End the command: one line on stderr, exit status 2."""
+    print(f"onchip: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def need(packages: tuple[str, ...], what: str, install: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"onchip: {what} needs {', '.join(missing)}: {install}")
+        stop(f"{what} needs {', '.join(missing)}: {install}")
 
 
 def make_case(kind: Any, **fields: Any) -> Any:
     try:
         return kind(**fields)
     except WRONG as error:
-        sys.exit(f"onchip: {line(error)}")
+        stop(f"{line(error)}")
 
 
 def lengths(text: str) -> tuple[int, ...]:
     return numbers("--lengths", text, "300,17,1000")
 
 
+def names(flag: str, text: str) -> list[str]:
+    """Names by commas, each once; none where nothing is given."""
+    found = [name.strip() for name in text.split(",")]
+    if text and not all(found):
+        stop(f"{flag}: got {text!r}, expected names by commas")
+    return list(dict.fromkeys(found)) if text else []
+
+
 def numbers(flag: str, text: str, example: str) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in text.split(",")) if text else ()
     except ValueError:
-        sys.exit(f"onchip: {flag}: got {text!r}, expected numbers as {example}")
+        stop(f"{flag}: got {text!r}, expected numbers as {example}")
 
 
 def cache(case: Any, page_size: int | None, append: int) -> tuple[Any, dict[str, Any]]:
     """The shapes of a cache, of rows as long as its longest or of no more pages than it fills, and `plan`'s options."""
     _, k, v = case.shapes
     if append > min(case.lengths_k):
-        sys.exit(f"onchip: --append: got {append}, expected at most the keys of each sequence in --cache")
+        stop(f"--append: got {append}, expected at most the keys of each sequence in --cache")
     options: dict[str, Any] = {"cache_seqlens": [n - append for n in case.lengths_k], "new": append}
     if page_size is None:
         return (k, v), options
@@ -70,7 +84,7 @@ def only(context: typer.Context, what: str, allowed: tuple[str, ...]) -> None:
     """End where flags are given that would not count beside `what`."""
     others = [flag for name, flag in given(context).items() if name not in allowed]
     if others:
-        sys.exit(f"onchip: {', '.join(others)}: given with {what}, which takes no such flag")
+        stop(f"{', '.join(others)}: given with {what}, which takes no such flag")
 
 
 def packed(context: typer.Context) -> None:
@@ -78,4 +92,4 @@ def packed(context: typer.Context) -> None:
     stated = given(context)
     others = [stated[name] for name in ("batch", "seqlen", "seqlen_k") if name in stated]
     if "lengths" in stated and others:
-        sys.exit(f"onchip: {', '.join(others)}: given with --lengths, expected one or the other")
+        stop(f"{', '.join(others)}: given with --lengths, expected one or the other")

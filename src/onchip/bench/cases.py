@@ -205,10 +205,11 @@ def parse_mask(text: str, seqlen_q: int, seqlen_k: int, device: str = "cpu") -> 
     if text.strip() in ("", "full", "none"):
         return None
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        return _mask(ast.parse(text.strip(), mode="eval").body, text, (seqlen_q, seqlen_k, device))
     except SyntaxError as error:
         raise ValueError(f"mask: cannot read {text!r} ({error.msg})") from None
-    return _mask(tree, text, (seqlen_q, seqlen_k, device))
+    except (RecursionError, MemoryError):
+        raise ValueError(f"mask: {len(text)} letters are nested too deeply") from None
 
 
 def _mask(node: ast.expr, text: str, sizes: tuple[int, int, str]) -> Mask:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from onchip import verifying
-from onchip.bench import cases as workloads, files, paper as papers, report, run
+from onchip.bench import cases as workloads, files, paper as papers, peers, report, run
 from onchip.bench.cases import Case
 from onchip.bench.timing import Regime
 
@@ -37,6 +37,8 @@ def cases(path: Path | None, *, seqlens: str, masks: list[str], what: str, **siz
                 found.append(Case(**sizes | {"seqlen_q": 1, "seqlen_k": n, "mask": mask, "cache": True}))
             else:
                 found.append(Case(**sizes, seqlen_q=n, mask=mask, what=what))
+    for case in found:  # before the work: the last may be wrong
+        case.check()
     return found
 
 
@@ -71,6 +73,8 @@ def bench(chosen: list[Case], impls: list[str], repeats: int, cool: float, out: 
     """Run, print and write; a sentence where onchip failed or was wrong, else ""."""
     console = screen()
     pace = regime(repeats, cool)
+    for name in impls:
+        peers.peer(name)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # before the work: an unwritable place should fail at once
     with progress(console) as tick:

@@ -81,16 +81,18 @@ def run(
     regime: Regime | None = None,
     tick: Callable[[str, int, int], None] | None = None,
 ) -> list[Row]:
-    """Rows of every case, pass and implementation; impls: names of `peers.PEERS`, all of them where empty.
+    """Rows of every case, pass and implementation, each once; impls: names of `peers.PEERS`, all where empty.
+
+    RuntimeError, which names the case, where onchip raises or its inputs do not fit in memory.
 
     tick(label, done, total) is told of each round of measurements.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     regime = regime or Regime()
-    names = list(impls) or [peer.name for peer in peers.PEERS]
+    names = list(dict.fromkeys(impls)) or [peer.name for peer in peers.PEERS]
     chosen = [peers.peer(name) for name in names]
     rows: list[Row] = []
-    for case in cases:
+    for case in dict.fromkeys(cases):
         rows += _case(case, chosen, device, regime, tick)
     return rows
 
@@ -111,8 +113,11 @@ def about(device: str, regime: Regime) -> dict[str, Any]:
 
 
 def _case(case: Case, chosen: list[Peer], device: str, regime: Regime, tick: Any) -> list[Row]:
-    given = peers.inputs(case, device)
-    truth = stated(given)
+    try:
+        given = peers.inputs(case, device)
+        truth = stated(given)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, MemoryError) as error:
+        raise RuntimeError(f"{case.label}: {error}") from error
     names = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}[case.what]
     rows, ready = [], []
     for i, peer in enumerate(chosen):

@@ -43,6 +43,8 @@ def page(
         dims = tuple(sorted({*dims, dim}))
     if mask:
         masks = (*masks, ("yours", mask, "given on the command line"))
+        for n in lengths:  # before the work: it may fit some of them alone
+            tiling.make_problem(n, 64, tiling.make_mask("yours", mask, n)[1])
     backend = ours()
     index, data = tiling.grid(backend, lengths, dims, masks)
     index["chosen"] = {"seqlen": seqlen or 1024, "dim": dim or 64, "mask": len(masks) - 1 if mask else 0}
@@ -56,12 +58,14 @@ def ours() -> str:
 
 def write(path: Path, **options: Any) -> int:
     """Write `page(**options)` and return its size in bytes; RuntimeError where that is over 1 MiB."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a directory, expected a file to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = page(**options).encode()
     if len(text) > LIMIT:
         raise RuntimeError(
             f"the page has {len(text)} bytes, expected at most {LIMIT}: fewer choices of your own"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text)
     return len(text)
 
