@@ -163,6 +163,7 @@ def sequence(case: Case, shape: Shape, b: int, masked: Masked) -> dict[str, Tens
         torch.randn(n, heads_k, dim, device=shape.device),
         torch.randn(n, heads_k, dim_v, device=shape.device),
     )
+    q, k = (SCORES[case.score].apart(x) for x in (q, k))
     if case.poison is not None:
         seen = full_truth(masked, shape)[b]  # [heads_q, m, n]
         q[~seen.any(2).t()] = case.poison

@@ -18,6 +18,7 @@ class Modified:
     fn: Callable
     truth: Callable
     table: bool = False
+    kink: bool = False  # where its derivative jumps, and a rounding of the score would change it: see `apart`
 
 
 def soften(score, batch, head, q, k):
@@ -33,7 +34,7 @@ def look_up(score, batch, head, q, k, table):
 
 
 def clip(score, batch, head, q, k):
-    return min(max(score, -1.0), 1.0) + 0.25 * score
+    return min(max(score, -0.885), 0.885) + 0.25 * score
 
 
 MODS = {
@@ -46,7 +47,7 @@ MODS = {
         lambda s, b, h, q, k, table: s * s / 8 + table[h, (q - k).abs().clamp(max=9)].to(s.dtype),
         table=True,
     ),
-    "mod_clip": Modified(clip, lambda s, b, h, q, k, table: s.clamp(-1, 1) + 0.25 * s),
+    "mod_clip": Modified(clip, lambda s, b, h, q, k, table: s.clamp(-0.885, 0.885) + 0.25 * s, kink=True),
 }
 
 
@@ -60,6 +61,14 @@ class Recipe:
     hidden: float = 0.0  # share of the bias that is -inf
     sink: bool = False
     mod: str | None = None
+
+    def apart(self, x: Tensor) -> Tensor:
+        """q or k, in multiples of 1/2 where the score has a kink.
+
+        Scores are then multiples of scale / 4, of which none is nearer to 0.885 than 3e-4, with the scale of any dim
+        up to 256: what rounding does to them, 1e-6, moves none across the kink.
+        """
+        return (2 * x).round() / 2 if self.mod and MODS[self.mod].kink else x
 
     def make(self, shape: Shape) -> "Scored":
         sizes = {"B": shape.batch, "H": shape.heads_q, "Q": shape.seqlen_q, "K": shape.seqlen_k, "1": 1}

@@ -39,6 +39,7 @@ def dense_case(mask, score, m=8, n=10, heads=(4, 2), fast=True, **options):
     shape = Shape((m, m), (n, n), heads[0])
     scored = SCORES[score].make(shape)
     q, k, v = torch.randn(2, m, heads[0], 3), torch.randn(2, n, heads[1], 3), torch.randn(2, n, heads[1], 5)
+    q, k = (SCORES[score].apart(x) for x in (q, k))
     call = partial(onchip.attention, mask=MASKS[mask](shape).mask, **options)
     gradcheck(call, shape, scored, q, k, v, fast=fast)
 
@@ -48,6 +49,7 @@ def packed_case(mask, score, **options):
     scored = SCORES[score].make(shape)
     q, k, v = torch.randn(sum(shape.q_lens) + 2, 2, 3), torch.randn(sum(shape.k_lens) + 1, 1, 3), None
     v = torch.randn(k.shape[0], 1, 4)
+    q, k = (SCORES[score].apart(x) for x in (q, k))
     cu_q, cu_k = (
         torch.nn.functional.pad(torch.tensor(n).cumsum(0), (1, 0)) for n in (shape.q_lens, shape.k_lens)
     )
