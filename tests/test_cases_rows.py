@@ -49,7 +49,8 @@ def test_c04_single_key(backend, dtype):
     ones = torch.ones(1, 1, 1, 16, dtype=dtype)
     call = partial(onchip.attention, return_lse=True, backend=backend)
     found = oracle.outputs_and_grads(call, {"q": q, "k": k, "v": v}, dout=ones)
-    assert torch.equal(found["out"], v)
+    # P * v / P, where P need not be 1: three roundings of float32, of which half precision keeps none.
+    torch.testing.assert_close(found["out"], v, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
     torch.testing.assert_close(found["dv"], ones, rtol=1e-5, atol=0)
     for name in ("dq", "dk"):
         # The exact value is 0, the difference of two sums of 16 products rounded in float32.
