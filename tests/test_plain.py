@@ -69,14 +69,15 @@ def run(fn, score, *tensors):
 
 
 def assert_derivative(fn, *tensors):
-    """Central differences of step 1e-6; a kink within two steps of a score is not looked at."""
+    """Central differences of step 1e-6 at odd multiples of 1/128, which no kink of these functions is near.
+
+    Their kinks are at whole numbers, 1/2, 0.3 and sqrt(1/2): 0.003 away at least.
+    """
     slope, step = derivative(fn, len(tensors)), 1e-6
-    score = 2 * torch.randn(SHAPE, dtype=torch.float64)
-    up, here, down = (run(fn, score + d, *tensors) for d in (step, 0.0, -step))
+    score = (2 * (128 * torch.randn(SHAPE, dtype=torch.float64)).floor() + 1) / 128
+    up, down = (run(fn, score + d, *tensors) for d in (step, -step))
     found, expected = run(slope, score, *tensors), (up - down) / (2 * step)
-    smooth = ((up - here) - (here - down)).abs() < 1e-8 * (1 + here.abs())
-    assert smooth.double().mean() > 0.99
-    torch.testing.assert_close(found[smooth], expected[smooth], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     source = inspect.getsource(slope)  # compilers read the source
     assert source.startswith("def ") and source.count("\n") == 2
 
