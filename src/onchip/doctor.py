@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 import onchip
 from onchip import devices, select
-from onchip.bench.peers import PEERS
+from onchip.bench.peers import PEERS, importable
 from onchip.problem import Problem
 
-PACKAGES = (
-    "triton",
-    "transformers",
-    "flash_attn",
-    "flash_attn_3",
-    "xformers",
-    "matplotlib",
-    "rich",
-    "prometheus_client",
-)
+# What is imported -> the distributions that may bring it, for its version.
+PACKAGES = {
+    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
+    "transformers": ("transformers",),
+    "flash_attn": ("flash-attn",),
+    "flash_attn_interface": ("flash-attn-3", "flashattn-hopper"),
+    "flash_attn.cute": ("flash-attn-4", "flash-attn-cute"),
+    "xformers": ("xformers",),
+    "matplotlib": ("matplotlib",),
+    "rich": ("rich",),
+    "prometheus_client": ("prometheus-client",),
+}
+FLASH = {"flash_attn": 2, "flash_attn_interface": 3, "flash_attn.cute": 4}
+ON_GPU = ("hopper", "triton")  # the backends for a GPU; the others need none
 
 
 def examine() -> dict[str, Any]:
@@ -37,15 +41,14 @@ def examine() -> dict[str, Any]:
     }
 
 
-def version(package: str) -> str | None:
-    """The version installed, "installed" where it states none, None where it is not there."""
-    try:
-        return importlib.metadata.version(package.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:
-        try:
-            return "installed" if importlib.util.find_spec(package) else None
-        except (ImportError, ValueError):
-            return None
+def version(module: str) -> str | None:
+    """The version installed, "installed" where none is stated, None where it cannot be imported. Nothing is."""
+    if not importable(module):
+        return None
+    for name in PACKAGES.get(module, (module,)):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "installed"
 
 
 def _device() -> str:
@@ -72,7 +75,7 @@ def _machine() -> dict[str, str]:
 
 
 def _backend(name: str) -> dict[str, str | None]:
-    """refused: why it does not take a plain problem, None where it does. status: what it says of itself."""
+    """refused: what this machine lacks for a plain problem, None where it runs. status: what it says of itself."""
     try:
         module = select.load(name)
         status = getattr(module, "status", None)
@@ -81,14 +84,14 @@ def _backend(name: str) -> dict[str, str | None]:
         return {"refused": f"{type(error).__name__}: {error}", "status": None}
     tried = {where: _refusal(module, where) for where in ("cuda", "cpu")}
     where = next((w for w, reason in tried.items() if reason is None), None)
-    if where is None:
-        return {"refused": tried[_device()], "status": said}
+    if where is None:  # on the other device it refuses whatever the machine is
+        return {"refused": tried["cuda" if name in ON_GPU else "cpu"], "status": said}
     return {"refused": None, "status": said, "device": where}
 
 
 def _refusal(module: Any, where: str) -> str | None:
     if where == "cuda" and not torch.cuda.is_available():
-        return "torch sees no GPU"
+        return "no GPU found" + ("" if importable("triton") else "; triton is not installed")
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
     plain = Problem("dense", 1, 128, 128, 1, 1, 64, 64, dtype, where, 0.125)
     try:
@@ -115,8 +118,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     if interpreted:
         text.append("TRITON_INTERPRET=1 is set: Triton kernels run in its interpreter")
     text.append("")
-    have = ", ".join(f"{name} {value}" for name, value in found["packages"].items() if value)
-    lack = ", ".join(name for name, value in found["packages"].items() if not value)
+    names = {name: name + (f" (FlashAttention-{FLASH[name]})" if name in FLASH else "") for name in PACKAGES}
+    have = ", ".join(f"{names[name]} {value}" for name, value in found["packages"].items() if value)
+    lack = ", ".join(names[name] for name, value in found["packages"].items() if not value)
     text.append(f"{'installed':{width}}{have or 'none of the optional packages'}")
     text.append(f"{'not installed':{width}}{lack or 'nothing'}")
     ready = ", ".join(name for name, why in found["peers"].items() if why is None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -250,13 +252,26 @@ def _on_cuda(device: str) -> str | None:
     return None if device == "cuda" else f"it does not run on {device}"
 
 
+def importable(module: str) -> bool:
+    """Whether an import finds it. Nothing is imported, not even what holds a dotted name: that may take seconds."""
+    if sys.modules.get(module) is not None:
+        return True
+    name, *parts = module.split(".")
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    for part in parts:
+        if found is None or found.submodule_search_locations is None:
+            return False
+        name = f"{name}.{part}"
+        found = PathFinder.find_spec(name, list(found.submodule_search_locations))
+    return found is not None
+
+
 def _installed(module: str) -> Callable[[str], str | None]:
     def missing(device: str) -> str | None:
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            found = None
-        return _on_cuda(device) if found else f"{module} is not installed"
+        return _on_cuda(device) if importable(module) else f"{module} is not installed"
 
     return missing
 
