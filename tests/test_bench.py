@@ -16,6 +16,7 @@ from onchip.bench.cases import Case, mask_text, parse_mask
 from onchip.bench.files import load, save
 from onchip.bench.timing import Regime
 from onchip.mask import Region
+from onchip.schedule import Tiles
 
 FAST = Regime(repeats=2, least=0.0)
 SMALL = {"seqlen_q": 40, "heads_q": 2, "dim": 8}
@@ -394,3 +395,20 @@ def test_the_paper_s_experiments(tmp_path):
     assert all("GFLOP" in title or "block" in title for title, _ in paper.tables(found))
     names = {path.name for path in paper.plots(found, tmp_path)}
     assert {"paper-block-traffic.png", "paper-block-time.svg", "paper-sparse.png"} <= names
+
+
+@pytest.mark.parametrize("refused", [None, "triton is not installed"])
+def test_block_sizes_on_a_gpu_are_triton_s(monkeypatch, refused):
+    """Times of its kernel's tiles beside the traffic of those tiles; without it the model alone."""
+    case = Case(seqlen_q=256, heads_q=1, dim=16)
+    given = peers.inputs(case, "cpu")
+    times = {64: (Tiles(64, 64), 1e-3), 128: (Tiles(64, 128), 2e-3), 256: (Tiles(32, 256), None)}
+    monkeypatch.setattr(peers, "inputs", lambda case, device: given)
+    monkeypatch.setattr(paper, "kernel_times", lambda call, sizes, *_: {n: times[n] for n in sizes})
+    monkeypatch.setattr(select.load("triton"), "refuse", lambda problem: refused)
+    rows = paper.block_sizes(case, "cuda", FAST, None)
+    assert [row["block"] for row in rows] == [64, 128, 256]
+    assert [row["ms"] for row in rows] == ([1.0, 2.0, None] if refused is None else [None] * 3)
+    assert [row["queries"] for row in rows] == ([64, 64, 32] if refused is None else [64, 128, 256])
+    ours = [row["onchip_gb"] for row in rows]
+    assert (ours[2] > ours[0] == ours[1]) if refused is None else ours == sorted(ours, reverse=True)

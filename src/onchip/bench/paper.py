@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onchip import orders, select, traffic
+from onchip.autograd import Call
 from onchip.bench import peers, report
 from onchip.bench.cases import Case
 from onchip.bench.run import about, run, stated
@@ -67,29 +68,72 @@ def the_table(case: Case, device: str, regime: Regime, tick: Tick | None) -> lis
 
 
 def block_sizes(case: Case, device: str, regime: Regime, tick: Tick | None) -> list[dict[str, Any]]:
-    """Forward traffic of Algorithm 1 and of our order for each block, and on a CPU the time of the tiled loop with it.
+    """Forward traffic of Algorithm 1 and of our order for each block of keys, and the time of our kernel with it.
 
-    The tiles of compiled kernels are fixed by their tables, so on a GPU the model stands alone.
+    On a CPU that is the tiled loop, on a GPU Triton's kernel with other tiles than its table has.
     """
     call = stated(peers.inputs(case, device))
     problem, operands = call.problem, call.operands
-    layout, mask = operands.layout, operands.mask
     sizes = [n for n in BLOCKS if n <= case.seqlen_q]
-    calls, name = {}, None
-    if device == "cpu":
-        name, loop = "cpu", select.load("cpu")
-        for n in sizes:
-            calls[str(n)] = lambda n=n: loop.forward(problem, operands, Tiles(n, n))
     told = None if tick is None else (lambda done: tick("block size", done, regime.repeats))
-    times = measure(calls, device, regime, told)
+    name, times = ("cpu", loop_times) if device == "cpu" else ("triton", kernel_times)
+    if select.load(name).refuse(problem) is not None:  # the model stands alone
+        name, times = None, lambda call, sizes, *_: {n: (Tiles(n, n), None) for n in sizes}
     found = []
-    for n in sizes:
-        first = traffic.count(problem, layout, mask, "flash1", tiles=Tiles(min(n, problem.dim), n))
-        ours = traffic.count(problem, layout, mask, "onchip", backend=name, tiles=Tiles(n, n))
-        seconds = times[str(n)].median if str(n) in times else None
-        body = {"block": n, "flash1_gb": first.bytes / 1e9, "onchip_gb": ours.bytes / 1e9}
+    for n, (tiles, seconds) in times(call, sizes, device, regime, told).items():
+        stated_ = (problem, operands.layout, operands.mask)
+        first = traffic.count(*stated_, "flash1", tiles=Tiles(min(n, problem.dim), n))
+        ours = traffic.count(*stated_, "onchip", backend=name, tiles=tiles)
+        body = {
+            "block": n,
+            "queries": tiles.tile_m,
+            "flash1_gb": first.bytes / 1e9,
+            "onchip_gb": ours.bytes / 1e9,
+        }
         found.append({**body, "ms": None if seconds is None else seconds * 1e3})
     return found
+
+
+Timed = dict[int, tuple[Tiles, float | None]]  # block of keys -> tiles, seconds; None: it does not fit
+
+
+def loop_times(call: Call, sizes: list[int], device: str, regime: Regime, told: Any) -> Timed:
+    """The tiled loop's forward pass with square tiles."""
+    loop = select.load("cpu")
+    calls = {str(n): lambda n=n: loop.forward(call.problem, call.operands, Tiles(n, n)) for n in sizes}
+    times = measure(calls, device, regime, told)
+    return {n: (Tiles(n, n), times[str(n)].median) for n in sizes}
+
+
+def kernel_times(call: Call, sizes: list[int], device: str, regime: Regime, told: Any) -> Timed:
+    """The Triton kernel's forward pass, one block size after the other: each change prepares its launches anew."""
+    from onchip.backends.triton import arguments, forward_pass, table, tune
+
+    problem, operands = call.problem, call.operands
+    facts = arguments.device_facts(operands.q.device.index or 0)
+    present = table.config(problem, "forward", facts, problem.seqlen_q)
+    found: Timed = {}
+    for n in sizes:
+        config = _with_keys(present, n)
+        run = lambda: forward_pass.forward(problem, operands)  # noqa: E731
+        try:
+            times = tune.using("forward", config, lambda run=run: measure({"": run}, device, regime, told))
+            seconds = times[""].median
+        except Exception:  # out of shared memory or registers, or a compiler's limit
+            seconds = None
+        found[n] = Tiles(config.tile_m, n), seconds
+    return found
+
+
+def _with_keys(present: Any, n: int) -> Any:
+    """The present tile's configuration with n keys a tile, and as many queries where their scores fit in registers.
+
+    Those hold up to twice the present tile's scores, shared memory the keys of its stages.
+    """
+    scores = present.tile_m * present.tile_n
+    queries = max(16, min(n, 2 * scores // n))
+    stages = max(1, min(present.num_stages, present.tile_n * present.num_stages // n))
+    return type(present)(queries, n, 8 if queries * n > scores else present.num_warps, stages)
 
 
 def densities(case: Case, device: str, regime: Regime, tick: Tick | None) -> list[dict[str, Any]]:

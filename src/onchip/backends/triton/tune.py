@@ -125,12 +125,12 @@ def _case(row: Row, seqlen: int, causal: bool) -> tuple[Problem, Operands, Tenso
     return problem, operands, dout
 
 
-def _with(row: Row, config: Config, run: Callable[[], Any]) -> Any:
-    """run() while the row's pass takes this configuration."""
+def using(step: str, config: Config, run: Callable[[], Any]) -> Any:
+    """run() while a pass takes this configuration, whatever the table has."""
     modules, chosen = (forward_pass, backward_pass), table.config
 
-    def choose(problem: Any, step: str, *more: Any) -> Config:
-        return config if step == row.step else chosen(problem, step, *more)
+    def choose(problem: Any, asked: str, *more: Any) -> Config:
+        return config if asked == step else chosen(problem, asked, *more)
 
     launch.forget()
     try:
@@ -161,7 +161,7 @@ def _compile(row: Row, config: Config, seqlen: int) -> None:
     for causal in (False, True):
         run = _runner(row, 256, causal)
         try:
-            _with(row, config, run)
+            using(row.step, config, run)
         except Exception:  # what does not compile or fit is seen, and left out, when it is timed
             return
 
@@ -174,12 +174,12 @@ def _measure(row: Row, config: Config, seqlen: int) -> tuple[float, float] | Non
         try:
             agrees = all(
                 torch.allclose(a.float(), b.float(), atol=2e-2, rtol=2e-2)
-                for a, b in zip(_with(row, config, run), expected, strict=True)
+                for a, b in zip(using(row.step, config, run), expected, strict=True)
             )
             if not agrees:
                 return None
             timer = functools.partial(triton.testing.do_bench, run, warmup=5, rep=30, return_mode="median")
-            times.append(_with(row, config, timer))
+            times.append(using(row.step, config, timer))
         except Exception:  # out of shared memory or registers, or a compiler's limit
             return None
     return times[0], times[1]
