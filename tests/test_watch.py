@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onchip
 from checks import ON_CPU, qkv
@@ -153,6 +154,94 @@ def test_a_call_costs_little_beside_the_checks():
         with Mode():
             seen.called(*grab.args)
     assert {getattr(func, "__name__", "") for func in looked} <= {"__get__"}  # shapes alone
+
+
+class Counting(TorchDispatchMode):
+    """Operations, and the numbers that they write; views write none."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.operations += 1
+        if isinstance(found, torch.Tensor) and not func.is_view:
+            self.numbers += found.numel()
+        return found
+
+
+def of_a_check(batch, n, heads, dim, rows=4):
+    """What one check of a call does, and the call's arguments as an observer sees them."""
+
+    class Grab:
+        def called(self, *args):
+            self.args = args
+
+    q, k, v = qkv(batch, n, n, heads, dim=dim)
+    grab = Grab()
+    with observe.observing(grab):
+        onchip.attention(q, k, v, mask=onchip.causal())
+    call, out, lse, _ = grab.args
+    with Counting() as counted:
+        watching.Watch(rows=rows)._check(call, out, lse)
+    return counted, grab.args
+
+
+def few_numbers(batch, n, heads, dim, rows=4):
+    """A bound on what a check writes: a look at out, and of each row its queries, keys and values, and weights."""
+    return 2 * batch * n * heads * dim + rows * (8 * n * 2 * dim + 32 * n)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 1, 16), (2, 64, 2, 32), (1, 512, 4, 64), (3, 300, 2, 16)])
+def test_a_check_is_of_few_rows(shape):
+    """As many operations whatever the sizes, on numbers that grow as N x dim, where a call's grow as N x N."""
+    counted, _ = of_a_check(*shape)
+    assert counted.numbers <= few_numbers(*shape)
+    assert counted.operations <= 4 * 180 + 40
+    twice, _ = of_a_check(*shape, rows=8)
+    assert twice.operations - counted.operations <= 4 * 180
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("n", [16, 128, 1024, 16384])
+@pytest.mark.parametrize("heads, dim", [(1, 16), (1, 256), (16, 64)])
+def test_checks_at_the_default_are_under_a_hundredth_of_the_calls(batch, n, heads, dim):
+    """Numbers written by a check beside the multiplications of EVERY causal calls, whatever the sizes."""
+    calls = watching.EVERY * batch * heads * (n * (n + 1) // 2) * 2 * dim
+    assert few_numbers(batch, n, heads, dim) < 0.01 * calls
+
+
+def test_the_default_checks_one_call_of_every(monkeypatch):
+    checked = []
+    monkeypatch.setattr(watching.Watch, "_check", lambda self, *args: checked.append(self.calls))
+    _, args = of_a_check(1, 8, 1, 8)
+    checked.clear()
+    seen = watching.Watch()
+    for _ in range(2 * watching.EVERY + 1):
+        seen.called(*args)
+    assert checked == [1, watching.EVERY + 1, 2 * watching.EVERY + 1] and watching.EVERY >= 1000
+
+
+def entered_in(run):
+    found = []
+    sys.setprofile(lambda frame, event, arg: found.append(event) if "call" in event else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+def test_between_two_checks_a_call_is_a_few_steps():
+    """Functions entered, of Python and of C, for a problem that was met before: as many for any sizes."""
+    counts = []
+    for shape in ((1, 8, 1, 8), (2, 200, 4, 32)):
+        _, args = of_a_check(*shape)
+        seen = watching.Watch(every=10**9)
+        seen.called(*args)
+        counts.append(entered_in(lambda seen=seen, args=args: seen.called(*args)))
+    assert counts[0] == counts[1] <= 12
 
 
 def test_prometheus_counts_the_same(monkeypatch):
