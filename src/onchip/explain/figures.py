@@ -21,7 +21,7 @@ SHOWN = ("standard", "eager", "flash1", "flash2", "onchip", "minimum")
 LENGTHS = tuple(2**i for i in range(8, 17))
 MEMORIES = tuple(n * 2**10 for n in (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024))
 TRIPS = (1024, 4096, 16384)
-RUNS = (  # file, what ran; the first three are copies of benchmarks/results
+RUNS = (  # file, what ran
     ("h200-hopper", "onchip's Hopper kernel"),
     ("h200-triton", "onchip's Triton kernels"),
     ("h200-triton-short", "onchip's Triton kernels earlier, other lengths"),
@@ -58,8 +58,15 @@ def figures(backend: str, cpu: bool) -> dict[str, Any]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """A recorded run: a file of this folder's measured/."""
+    """A recorded run: a file of this folder's measured/, a copy of that of benchmarks/results."""
     return json.loads((MEASURED / f"{name}.json").read_text())
+
+
+def timed(case: str, step: str) -> list[dict[str, Any]]:
+    """The other libraries' runs of a case and pass."""
+    return [
+        row for row in measured("h200-peers")["results"] if (row["case"], row.get("pass")) == (case, step)
+    ]
 
 
 def described(device: Device) -> dict[str, Any]:
@@ -166,17 +173,16 @@ def measured_points(backend: str) -> list[dict[str, Any]]:
     "dram": the bytes too are measured, by ncu. The others have the model's `least` bytes, their FLOP/s are measured.
     """
     found = []
-    for row in measured("h200-peers")["results"]:
-        if row["case"] == "dram" and row["pass"] == "forward":
-            flops = count(
-                row["seqlen"], row["dim"], "eager", "forward", backend, None, row["batch"], row["heads"]
-            ).flops
-            label = "standard attention, PyTorch" if row["impl"] == "standard" else SERIES[row["impl"]]
+    times = {row["impl"]: row["ms"] for row in timed("gpt2", "forward")}
+    for row in measured("h200-traffic")["results"]:
+        impl = {"standard": "standard", "sdpa-flash": "fa2"}.get(row["impl"])
+        if impl in times and (row["case"], row["pass"]) == ("gpt2", "forward"):
+            label = "standard attention, PyTorch" if impl == "standard" else SERIES[impl]
             found.append(
                 {
-                    "label": f"{label}, N = {row['seqlen']}, d = {row['dim']}",
-                    "intensity": flops / (row["gb"] * 1e9),
-                    "flops": flops / (row["ms"] * 1e-3),
+                    "label": f"{label}, N = 1024, d = 64",
+                    "intensity": row["flops"] / (row["read"] + row["written"]),
+                    "flops": row["flops"] / (times[impl] * 1e-3),
                     "bytes": "measured",
                 }
             )
