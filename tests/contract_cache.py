@@ -6,7 +6,7 @@ from torch import Tensor
 import onchip
 import oracle
 from contract_masks import Masked, Shape, full_truth
-from contract_numerics import assert_within, relative_rounding, top
+from contract_numerics import relative_rounding
 from contract_scores import Scored
 
 SPARE = 3  # slots, rows and pages that no sequence uses
@@ -72,8 +72,8 @@ def run_cache(target, case, shape: Shape, masked: Masked, scored: Scored) -> dic
     for name, value, exact, plain in zip(("out", "lse"), (out, lse), *truths, strict=True):
         assert value.dtype == plain.dtype, f"{name}: {value.dtype}, expected {plain.dtype}"
         rho = relative_rounding(turned, k_cache, truths[0][1], case, dtype)
-        room = rho * top(v_cache) if name == "out" else 0.0
-        assert_within(name, value, exact, plain, dtype, room)
+        room = rho * oracle.top(v_cache) if name == "out" else 0.0
+        oracle.assert_within(value, exact, plain, dtype, name, room)
     return {"out": out, "lse": lse}
 
 

@@ -14,19 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import oracle
 from contract_scores import Scored
-
-
-def top(x: Tensor) -> float:
-    """The largest finite size in x; 0 where there is none."""
-    finite = x[x.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-def longest(x: Tensor) -> float:
-    """The largest norm of a row, with 0 for what is not finite in it."""
-    return top(x.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1))
+from oracle import longest, top
 
 
 def relative_rounding(q: Tensor, k: Tensor, lse: Tensor, case, dtype: torch.dtype) -> float:
@@ -81,12 +70,3 @@ def _weights(truth: Callable, tensors: dict[str, Tensor]) -> list[Tensor]:
     return [
         p.abs() for p in torch.autograd.grad(lse.sum(), probes, allow_unused=True, materialize_grads=True)
     ]
-
-
-def assert_within(
-    name: str, actual: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, room: float
-) -> None:
-    """`oracle.assert_within` with this room."""
-    # The oracle allows twice the error of torch's own, so half of the room joins it.
-    worse = plain.double() + torch.where(plain.double() < exact, -0.5, 0.5) * room
-    oracle.assert_within(actual, exact, worse, dtype, name)

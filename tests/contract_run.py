@@ -19,7 +19,7 @@ import onchip
 import oracle
 from contract_cache import run_cache
 from contract_masks import MASKS, Masked, Shape, full_truth
-from contract_numerics import assert_within, rooms
+from contract_numerics import rooms
 from contract_scores import SCORES, Scored
 from onchip import select
 from onchip.schedule import Tiles
@@ -334,7 +334,7 @@ def compare(
         expected = {"out": dtype, "lse": wide}.get(name) or tensors[name[1:]].dtype
         assert value.dtype == expected, f"{name}: {value.dtype}, expected {expected}"
         coarser = max(dtype, value.dtype, key=lambda d: torch.finfo(d).eps)
-        assert_within(name, value, exact[name], plain[name], coarser, room.get(name, 0.0))
+        oracle.assert_within(value, exact[name], plain[name], coarser, name, room.get(name, 0.0))
     for name, t in tensors.items():
         torch.testing.assert_close(
             t, before[name], rtol=0, atol=0, equal_nan=True, msg=f"the call changed {name}"
