@@ -51,8 +51,9 @@ def load(path: Path) -> list[Case]:
         found = [{"name": str(n), **body} if isinstance(body, dict) else body for n, body in bodies]
     if not isinstance(found, list) or not found or not all(isinstance(body, dict) for body in found):
         raise ValueError(f"{path}: expected a list of cases, or names with one each")
-    held = [body.get("mask") for body in found if isinstance(body.get("mask"), dict)]
-    tensors = _tensors(tensors_of(path)) if any(mask.get("tensors") for mask in held) else []
+    masks = [body.get("mask") for body in found]
+    held = any(isinstance(mask, dict) and mask.get("tensors") for mask in masks)
+    tensors = _tensors(tensors_of(path)) if held else []
     return [_case(path, i, body, tensors) for i, body in enumerate(found)]
 
 

@@ -80,10 +80,10 @@ def block_sizes(case: Case, device: str, regime: Regime, tick: Tick | None) -> l
     if select.load(name).refuse(problem) is not None:  # the model stands alone
         name, times = None, lambda call, sizes, *_: {n: (Tiles(n, n), None) for n in sizes}
     found = []
+    layout, mask = operands.layout, operands.mask
     for n, (tiles, seconds) in times(call, sizes, device, regime, told).items():
-        stated_ = (problem, operands.layout, operands.mask)
-        first = traffic.count(*stated_, "flash1", tiles=Tiles(min(n, problem.dim), n))
-        ours = traffic.count(*stated_, "onchip", backend=name, tiles=tiles)
+        first = traffic.count(problem, layout, mask, "flash1", tiles=Tiles(min(n, problem.dim), n))
+        ours = traffic.count(problem, layout, mask, "onchip", backend=name, tiles=tiles)
         body = {
             "block": n,
             "queries": tiles.tile_m,
@@ -100,7 +100,9 @@ Timed = dict[int, tuple[Tiles, float | None]]  # block of keys -> tiles, seconds
 def loop_times(call: Call, sizes: list[int], device: str, regime: Regime, told: Any) -> Timed:
     """The tiled loop's forward pass with square tiles."""
     loop = select.load("cpu")
-    calls = {str(n): lambda n=n: loop.forward(call.problem, call.operands, Tiles(n, n)) for n in sizes}
+    calls: dict[str, Callable[[], object]] = {}
+    for n in sizes:
+        calls[str(n)] = lambda n=n: loop.forward(call.problem, call.operands, Tiles(n, n))
     times = measure(calls, device, regime, told)
     return {n: (Tiles(n, n), times[str(n)].median) for n in sizes}
 

@@ -62,11 +62,9 @@ def measured(name: str) -> dict[str, Any]:
     return json.loads((MEASURED / f"{name}.json").read_text())
 
 
-def timed(case: str, step: str) -> list[dict[str, Any]]:
-    """The other libraries' runs of a case and pass."""
-    return [
-        row for row in measured("h200-peers")["results"] if (row["case"], row.get("pass")) == (case, step)
-    ]
+def rows_of(name: str, case: str, step: str) -> list[dict[str, Any]]:
+    """A recorded run's rows of a case and pass."""
+    return [row for row in measured(name)["results"] if (row["case"], row.get("pass")) == (case, step)]
 
 
 def described(device: Device) -> dict[str, Any]:
@@ -170,22 +168,24 @@ def roofline(device: Device) -> dict[str, Any]:
 def measured_points(backend: str) -> list[dict[str, Any]]:
     """H200 points of the roofline: FLOPs a byte against FLOP/s, forward.
 
-    "dram": the bytes too are measured, by ncu. The others have the model's `least` bytes, their FLOP/s are measured.
+    "measured": the bytes too, by ncu. The others have the model's `least` bytes, their FLOP/s are measured.
     """
     found = []
-    times = {row["impl"]: row["ms"] for row in timed("gpt2", "forward")}
-    for row in measured("h200-traffic")["results"]:
-        impl = {"standard": "standard", "sdpa-flash": "fa2"}.get(row["impl"])
-        if impl in times and (row["case"], row["pass"]) == ("gpt2", "forward"):
-            label = "standard attention, PyTorch" if impl == "standard" else SERIES[impl]
-            found.append(
-                {
-                    "label": f"{label}, N = 1024, d = 64",
-                    "intensity": row["flops"] / (row["read"] + row["written"]),
-                    "flops": row["flops"] / (times[impl] * 1e-3),
-                    "bytes": "measured",
-                }
-            )
+    moved = {row["impl"]: row for row in rows_of("h200-traffic", "gpt2", "forward")}
+    times = {row["impl"]: row["ms"] * 1e-3 for row in rows_of("h200-peers", "gpt2", "forward")}
+    for impl, ran_as, label in (
+        ("fa2", "sdpa-flash", SERIES["fa2"]),
+        ("standard", "standard", "standard attention, PyTorch"),
+    ):
+        row = moved[ran_as]
+        found.append(
+            {
+                "label": f"{label}, N = 1024, d = 64",
+                "intensity": row["flops"] / (row["read"] + row["written"]),
+                "flops": row["flops"] / times[impl],
+                "bytes": "measured",
+            }
+        )
     for row in measured("h200-hopper")["results"]:
         if row["case"] == "forward" and not row["causal"] and row["seqlen"] in (512, 2048, 16384):
             batch, heads = 16384 // row["seqlen"], 2048 // row["dim"]
