@@ -96,7 +96,7 @@ class Case:
         q, k, v = three
         kind = "cache" if self.cache else "varlen" if self.lengths else "dense"
         if self.cache:
-            lengths = self.lengths_k or (self.k_len,) * self.batch
+            lengths = self.lengths_k or self.k_len
             place: Layout = stand_ins.cached((q, k, v), lengths, 0, None, None, None, bounded=False)
         elif self.lengths:
             place = stand_ins.packed((q, k, v), *self.packing().values())

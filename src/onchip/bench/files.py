@@ -155,6 +155,6 @@ def _case(path: Path, number: int, body: dict[Any, Any], tensors: list[Tensor]) 
             body = {**body, "mask": _read(body["mask"], tensors)}
         case = Case(**body)
         case.check()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, OverflowError) as error:
+    except (TypeError, ValueError, RuntimeError, MemoryError, OverflowError) as error:
         raise ValueError(f"{path}: {name}: {error}") from None
     return case
