@@ -18,7 +18,7 @@ import oracle
 from contract_masks import MASKS, Shape, full_truth
 from contract_run import STRIDES, Case, Target, check, survivors
 from contract_scores import SCORES
-from onchip import select
+from onchip import select, traffic
 
 INF, NAN = float("inf"), float("nan")
 HEADS = [(1, 1), (3, 3), (4, 2), (6, 2), (8, 1)]
@@ -334,7 +334,11 @@ class Contract:
         assert module.refuse(plan.problem) is None
         tiles = module.tiles(plan.problem)
         assert tiles.tile_m >= 1 and tiles.tile_n >= 1
-        assert module.extra_memory(plan.problem, tiles) >= 0
+        for step in traffic.STEPS:
+            counted = traffic.count(
+                plan.problem, plan.layout, plan.mask, step=step, backend=self.target.backend
+            )
+            assert counted.extra_memory >= 0
         assert module.refuse(dataclasses.replace(plan.problem, device="moon")) is not None or (
             self.target.backend == "reference"
         )

@@ -92,7 +92,7 @@ def test_large_blocks_are_cut_into_tiles(size):
     mask = onchip.block_sparse(torch.ones(count, count, dtype=torch.bool), tile=(size, size))
     plan = onchip.plan(shape, shape, shape, mask=mask, backend="cpu")
     assert plan.tiles.tile_m <= 512 and plan.tiles.tile_n <= 4096
-    assert plan.tiles == tiles(plan.problem) and plan.extra_memory < 64 * 2**20
+    assert plan.tiles == tiles(plan.problem) and max(plan.extra_memory.values()) < 64 * 2**20
     assert plan.pairs == 2 * 8192 * 8192
 
 

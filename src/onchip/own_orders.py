@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from onchip import devices, orders, select
+from onchip import orders, select
 from onchip.mask import Mask
 from onchip.orders import Sweep
 from onchip.schedule import Tiles
@@ -149,21 +149,11 @@ def chosen_tiles(problem: Problem, name: str, device: str | None = None) -> Tile
     """A backend's forward tiles: here, or for Triton on another known GPU, by whose capability its table goes."""
     if device is None or name != "triton":
         return select.load(name).tiles(problem)
+    from onchip.backends.triton.arguments import known_facts
     from onchip.backends.triton.table import config
 
-    found = config(problem, "forward", _facts(device), problem.seqlen_q)
+    found = config(problem, "forward", known_facts(device), problem.seqlen_q)
     return Tiles(found.tile_m, found.tile_n)
-
-
-def _facts(device: str | None) -> Any:
-    """What Triton's table asks of this GPU, or of a known one without the rows that `onchip tune` measured there."""
-    from onchip.backends.triton.arguments import device_facts
-    from onchip.backends.triton.table import Facts
-
-    if device is None:
-        return device_facts(0)
-    known = devices.device(device)
-    return Facts(known.capability, known.units, "")
 
 
 def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | None) -> tuple[Sweep, ...]:
@@ -172,6 +162,8 @@ def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | 
     Lists of tiles are made where the mask holds more than bands and intervals; over a
     cache, whose lengths are on the device, there are none.
     """
+    from onchip.backends.triton.arguments import known_facts
+    from onchip.backends.triton.forward_pass import shares
     from onchip.backends.triton.table import packs
 
     pack = packs(problem, by_head)
@@ -182,20 +174,8 @@ def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | 
         "attend", "q", own, ("q",), stores, (), ("k", "v", "bias"), (), orders.STORED, products, stacked=pack > 1,
         backwards=("right",), listed=_listed(problem, "rows") and not cached, by_rules=cached, looks=cached,
     )  # fmt: skip
-    return _by_shares(attend, _triton_shares(problem, own, pack, device), ("partial", "partial_lse"))
-
-
-def _triton_shares(problem: Problem, tiles: Tiles, pack: int, device: str | None) -> int:
-    """As `forward_pass.Forward` splits the keys."""
-    from onchip.backends.triton.arguments import modifies
-    from onchip.backends.triton.forward_pass import choose_splits
-
-    if problem.layout == "varlen" or (modifies(problem) and problem.layout == "dense"):
-        return 1
-    m_blocks, key_tiles = tiles.count(problem.seqlen_q, max(problem.seqlen_k, 1))
-    programs = m_blocks * problem.heads_q // pack * problem.batch
-    units = _facts(device).multiprocessors
-    return min(problem.num_splits or choose_splits(problem, programs, key_tiles, units), key_tiles)
+    split = shares(problem, own, pack, known_facts(device).multiprocessors)
+    return _by_shares(attend, split, ("partial", "partial_lse"))
 
 
 def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep, ...]:
@@ -231,10 +211,11 @@ def _triton_backward(
     The gradient of a bias is one more, through every tile. It is taken to read a tile's rows anew, as it does where the
     bias has keys; of packed sequences it visits the tiles of the longest, which is left out.
     """
+    from onchip.backends.triton.arguments import known_facts
     from onchip.backends.triton.table import config, separate
 
     def own(name: str) -> Tiles:
-        chosen = config(problem, name, _facts(device))
+        chosen = config(problem, name, known_facts(device))
         return tiles or Tiles(chosen.tile_m, chosen.tile_n)
 
     def by_keys(name: str, loads: tuple, stores: tuple, visits: tuple, products: tuple) -> Sweep:

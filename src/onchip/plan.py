@@ -42,7 +42,6 @@ class Plan:
     full: int
     pairs: int  # visible (query, key) pairs
     flops: int  # of the forward pass: two matrix products over the visible pairs
-    extra_memory: int  # bytes beyond inputs, outputs and gradients, forward and backward
     copies: tuple[str, ...]  # the tensors that the backend copies whole before it reads them
     cast_from: torch.dtype | None  # what autocast casts to the problem's dtype before the call
     held: int  # bytes of tensors of the mask and the score that its traffic leaves out: vectors, tables, block maps
@@ -60,15 +59,14 @@ class Plan:
     def passes(self, algorithm: str = "onchip") -> dict[str, Traffic]:
         """{"forward", "backward": Traffic} of onchip, or of another of `onchip.traffic.ALGORITHMS` on this problem.
 
-        The backward pass makes the gradients of q, k and v, and of a bias that requires one.
+        The backward pass makes the gradients of q, k and v, and of those tensors of the score that require one.
         """
         from onchip import traffic
 
         if algorithm not in self._found:
             backend = self.backend if algorithm == "onchip" else None
             stated = (_counted(self.problem, self.mask), self.layout, self.mask, (algorithm,))
-            learned = _learned(self.score)
-            needs = ("q", "k", "v", *(("bias",) if learned else ()))
+            needs = ("q", "k", "v", *_learned(self.score))
             options: dict[str, Any] = {"score": self.score, "backend": backend, "needs": needs}
             self._found.update(traffic.compare(*stated, **options, device=self.elsewhere))
         return self._found[algorithm]
@@ -103,9 +101,14 @@ class Plan:
         found = self.passes("minimum")[step].floor(self.device)
         return replace(found, memory=found.memory + (self.held + 2 * self.appended) / self.device.bandwidth)
 
+    @property
+    def extra_memory(self) -> dict[str, int]:
+        """Peak bytes that each pass takes beyond its inputs and results: see `Traffic.extra_memory`."""
+        return {step: part.extra_memory for step, part in self.passes().items()}
+
     @cached_property
     def dense_memory(self) -> int:
-        """Peak bytes that standard attention takes beyond inputs, outputs and gradients, forward and backward."""
+        """Peak bytes that standard attention takes beyond inputs and results, in the pass that takes more."""
         return max(part.extra_memory for part in self.passes("standard").values())
 
     def picture(self, rows: int = PICTURE[0], columns: int = PICTURE[1]) -> list[str]:
@@ -253,7 +256,6 @@ def plan(
     whole = copy.copy(whole)
     tile_map = schedule.build(_counted(problem, whole), place, whole, tiles)
     pairs = traffic.visible_pairs(_counted(problem, whole), place, whole, tiles)
-    sums = stored.gradient_sums(problem, score) if _learned(score) else 0
     return Plan(
         problem=problem,
         backend=name,
@@ -264,7 +266,6 @@ def plan(
         full=tile_map.count(FULL),
         pairs=pairs,
         flops=2 * pairs * (problem.dim + problem.dim_v),
-        extra_memory=module.extra_memory(problem, tiles) + sums,
         copies=_copies(module, three),
         cast_from=given[0].dtype if q_like.dtype is not given[0].dtype else None,
         held=stored.left_out(whole, score),
@@ -282,9 +283,10 @@ def plan(
     )
 
 
-def _learned(score: Score) -> bool:
-    """Whether its bias gets a gradient."""
-    return score.bias is not None and score.bias.requires_grad
+def _learned(score: Score) -> tuple[str, ...]:
+    """Which of its tensors get a gradient."""
+    tensors = {name: getattr(score, name) for name in ("bias", "alibi", "sink")}
+    return tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
 
 
 def _check_kind(over_cache: bool, packing: dict[str, Any], of_cache: dict[str, Any]) -> None:

@@ -51,8 +51,11 @@ def lines(plan: Plan) -> list[str]:
             if plan.held
             else []
         ),
-        f"memory     {size(plan.extra_memory)} beyond inputs, outputs and gradients; "
-        f"standard attention {size(plan.dense_memory)}",
+        *(
+            f"memory     {step}: {size(part.extra_memory)} beyond inputs and results; "
+            f"standard attention {size(standard[step].extra_memory)}"
+            for step, part in own.items()
+        ),
     ]
 
 

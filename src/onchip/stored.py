@@ -80,12 +80,6 @@ def left_out(mask: Mask, score: Score) -> int:
     return sum(prod(own_sizes(t)) * t.element_size() for t in found)
 
 
-def gradient_sums(problem: Problem, score: Score) -> int:
-    """Bytes of the sums of a bias's gradient, where it is returned in a narrower dtype than that of sums."""
-    bias, wide = score.bias, problem.accumulate.itemsize
-    return 0 if bias is None or bias.element_size() >= wide else bias.numel() * wide
-
-
 def _others(mask: Mask) -> Iterator[Tensor]:
     for part in mask.parts:
         if isinstance(part, Union):

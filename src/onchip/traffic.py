@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from onchip import amounts, orders, schedule, stored
+from onchip import amounts, orders, schedule, select, stored
 from onchip.amounts import lengths
 from onchip.devices import Device
-from onchip.layout import Layout
+from onchip.layout import Layout, Varlen
 from onchip.mask import Mask
 from onchip.orders import ALGORITHMS, SRAM, STEPS
-from onchip.problem import Problem
+from onchip.problem import Operands, Problem
 from onchip.schedule import EMPTY, FULL, Tiles
 from onchip.score import Score
 
@@ -77,9 +77,16 @@ class Traffic:
 
     flops: of its matrix products over the visible pairs, 2 a multiply-add (over all pairs where every tile is visited:
     standard attention, and Triton's gradient of a bias).
-    tile_flops: the same over every pair of the visited tiles, masked ones too. extra_memory: peak bytes beyond
-    inputs, outputs and gradients. least: the bytes that remain when a cache catches every repeated read and write
-    within a sweep, as it may where several heads' keys fit in it; between sweeps, whole tensors pass through.
+    tile_flops: the same over every pair of the visited tiles, masked ones too. least: the bytes that remain when a
+    cache catches every repeated read and write within a sweep, as it may where several heads' keys fit in it; between
+    sweeps, whole tensors pass through.
+    extra_memory: peak bytes that the pass takes beyond its inputs and results. Of onchip it is what the backend's own
+    planning states: results of keys' shares, delta, what lse lost to rounding (kept for the backward pass, and counted
+    in both), sums in float32 whose results are narrower, lists of tiles and intervals of queries (lists stay with the
+    mask), bits of a mask, threads' buffers. Exact for kernels, but what a first look at a mask takes on the way to its
+    lists is left out; of the backends that are torch operations an estimate. No inputs (q, k, v, mask, score; out, lse
+    and dout of a backward pass) and no results (out, lse, gradients), not the copies that `Plan.copies` names, nor what
+    torch's allocator rounds up to.
     """
 
     algorithm: str
@@ -179,9 +186,10 @@ def count(
         width = sum(getattr(problem, product) for product in sweep.products)
         flops += 2 * (area if sweep.every else pairs) * width
         tile_flops += 2 * visited * width
-    extra = _extra_memory(problem, layout, algorithm, step, area, backend)
-    if algorithm == "onchip" and score is not None and "bias" in needs:
-        extra += stored.gradient_sums(problem, score)
+    if algorithm == "onchip":
+        extra = _own_memory(problem, layout, mask, score or Score(), step, backend, needs, device)
+    else:
+        extra = _extra_memory(problem, layout, algorithm, step, area)
     shapes = {sweep.name: sweep.tiles for sweep in found}
     return Traffic(algorithm, step, problem.dtype, tensors, pairs, flops, tile_flops, extra, least, shapes)
 
@@ -231,18 +239,36 @@ def visible_pairs(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) ->
     return schedule.keep(problem, layout, mask, ("pairs",), pairs)
 
 
-def _extra_memory(
-    problem: Problem, layout: Layout, algorithm: str, step: str, area: int, backend: str | None
+def _own_memory(
+    problem: Problem,
+    layout: Layout,
+    mask: Mask,
+    score: Score,
+    step: str,
+    backend: str | None,
+    needs: tuple[str, ...],
+    device: str | None,
 ) -> int:
-    """Peak bytes of a pass beyond inputs, outputs and gradients; for onchip the backend's own estimate of both."""
+    """Peak bytes of a pass of onchip beyond its inputs and results, as the backend that runs it states them."""
+    module = select.load(select.choose(problem) if backend is None else backend)
+    if step == "backward":
+        module = select.backward_of(module)
+    leading = [(layout.batch, layout.seqlen_q), (layout.batch, layout.seqlen_k)]
+    if isinstance(layout, Varlen):
+        leading = [(int(cu[-1]),) for cu in (layout.cu_seqlens_q, layout.cu_seqlens_k)]
+    rows, keys = (
+        (*size, heads) for size, heads in zip(leading, (problem.heads_q, problem.heads_k), strict=True)
+    )
+    shapes = (*rows, problem.dim), (*keys, problem.dim), (*keys, problem.dim_v)
+    q, k, v = (torch.empty(shape, dtype=problem.dtype, device="meta") for shape in shapes)
+    return module.extra_memory(problem, Operands(q, k, v, layout, mask, score), step, needs, device)
+
+
+def _extra_memory(problem: Problem, layout: Layout, algorithm: str, step: str, area: int) -> int:
+    """The same of the papers' algorithms."""
     rows = sum(m for m, _ in lengths(layout)) * problem.heads_q
     score, total = area * problem.dtype.itemsize, rows * problem.accumulate.itemsize
     forward = step == "forward"
-    if algorithm == "onchip":
-        from onchip import select
-
-        module = select.load(select.choose(problem) if backend is None else backend)
-        return module.extra_memory(problem, module.tiles(problem))
     if algorithm == "standard":  # S and P; then P, dP and dS
         return (2 if forward else 3) * score
     if algorithm == "eager":  # three in a row, the last ones alive at once; then P, dP, P * dP and dS

@@ -8,6 +8,7 @@ import torch
 import onchip
 from contract import Contract, Target
 from contract_run import Case
+from onchip import traffic
 from onchip.backends import hopper
 
 REFUSALS = {
@@ -33,10 +34,10 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
             plan = onchip.plan(shape, shape, shape, backend="reference", device="cuda")
             problem = dataclasses.replace(plan.problem, dtype=torch.float16)
             assert hopper.refuse(problem) is None
-            assert (
-                hopper.tiles(problem).tile_m >= 64
-                and hopper.extra_memory(problem, hopper.tiles(problem)) >= 0
-            )
+            assert hopper.tiles(problem).tile_m >= 64
+            for step in ("forward", "backward"):
+                counted = traffic.count(problem, plan.layout, plan.mask, step=step, backend="hopper")
+                assert counted.extra_memory >= 0
             assert hopper.refuse(dataclasses.replace(problem, device="moon")) is not None
 
         @pytest.mark.parametrize("dim", [64, 128, 256])

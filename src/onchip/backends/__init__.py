@@ -1,5 +1,6 @@
 """Implementations of one interface (`Backend`); `onchip.select` chooses among them."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -22,8 +23,14 @@ class Backend(Protocol):
 
     def tiles(self, problem: Problem) -> Tiles: ...
 
-    def extra_memory(self, problem: Problem, tiles: Tiles) -> int:
-        """Estimated peak bytes of forward and backward beyond inputs, outputs and gradients."""
+    def extra_memory(
+        self, problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
+    ) -> int:
+        """Peak bytes that its pass, "forward" or "backward", takes beyond inputs and results; see `Traffic`.
+
+        operands: their q, k and v may be without storage. needs: the gradients that are wanted. device: the known GPU
+        that is meant, if not this one.
+        """
         ...
 
     def forward(self, problem: Problem, operands: Operands, tiles: Tiles) -> Output: ...

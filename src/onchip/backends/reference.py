@@ -6,6 +6,8 @@ differentiation of the forward lines below, independent of the formulas that the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,12 @@ def tiles(problem: Problem) -> Tiles:
     return Tiles(max(problem.seqlen_q, 1), max(problem.seqlen_k, 1))
 
 
-def extra_memory(problem: Problem, tiles: Tiles) -> int:
-    """Scores, weights and their gradients of one sequence, all heads."""
-    return 6 * problem.heads_q * problem.seqlen_q * problem.seqlen_k * problem.accumulate.itemsize
+def extra_memory(
+    problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
+) -> int:
+    """An estimate: scores, weights and what stands between them; in the backward pass their gradients too."""
+    found = (3 if step == "forward" else 6) * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return found * problem.accumulate.itemsize
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:

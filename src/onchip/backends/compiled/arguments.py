@@ -25,7 +25,7 @@ def as_rows(lo: Tensor | None, hi: Tensor | None) -> Rows:
 
 def bounds(problem: Problem, operands: Operands, part: RowsPart) -> Rows:
     """The interval of every query under a rows part."""
-    q = torch.arange(max(problem.seqlen_q, 1), device=operands.q.device).view(1, 1, -1, 1)
+    q = torch.arange(max(problem.seqlen_q, 1), device=problem.device).view(1, 1, -1, 1)
     q_len, k_len = operands.layout.device_lengths()
     value = part.value
     if isinstance(value, Tensor) and value.dim() == 1:
@@ -45,6 +45,17 @@ def rows(problem: Problem, operands: Operands) -> Rows:
         lo = own_lo if lo is None else lo if own_lo is None else torch.maximum(lo, own_lo)
         hi = own_hi if hi is None else hi if own_hi is None else torch.minimum(hi, own_hi)
     return as_rows(lo, hi)
+
+
+def bounds_size(problem: Problem, operands: Operands) -> int:
+    """Bytes of the intervals that kernels are given, those of alternatives included."""
+    unions = [*operands.mask.unions]
+    found = [rows(problem, operands)] if operands.mask.rows else []
+    while unions:
+        for mask in unions.pop().masks:
+            found += (bounds(problem, operands, part) for part in mask.rows)
+            unions += mask.unions
+    return sum(4 * x.numel() for each in found for x in (each.lo, each.hi) if x is not None)
 
 
 def mask_function(problem: Problem, operands: Operands) -> tuple[Any, Any]:

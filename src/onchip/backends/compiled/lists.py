@@ -12,6 +12,20 @@ from onchip.problem import Operands, Problem
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
 
 
+def needed(problem: Problem, by_key: bool, rows: bool = False) -> bool:
+    parts = set(problem.mask_parts) - {"band"} - (set() if by_key or rows else {"rows"})
+    return bool(parts) and problem.layout not in ("cache", "paged")
+
+
+def size(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool, rows: bool = False) -> int:
+    """Bytes of what `build` makes, which stays with the mask: an int32 a tile, and two a row of them."""
+    if not needed(problem, by_key, rows):
+        return 0
+    batch, heads, *blocks = _shape(problem, operands, tiles)
+    lists, width = reversed(blocks) if by_key else blocks
+    return 4 * batch * heads * lists * (width + 2)
+
+
 def build(
     problem: Problem, operands: Operands, tiles: Tiles, by_key: bool, rows: bool = False
 ) -> tuple[Lists | None, int]:
@@ -21,8 +35,7 @@ def build(
     `rows` asks for them. A cache has none either, since its lengths are on the device: every tile of the band is then
     visited and masked. A call that is captured as a graph makes its list within the graph, anew in each replay.
     """
-    parts = set(problem.mask_parts) - {"band"} - (set() if by_key or rows else {"rows"})
-    if not parts or problem.layout in ("cache", "paged"):
+    if not needed(problem, by_key, rows):
         return None, 0
     if capture.capturing(problem.device):
         kinds = _packed_kinds if problem.layout == "varlen" else _kinds_unseen
@@ -37,19 +50,27 @@ def tell_blocks(problem: Problem) -> bool:
     return problem.layout == "dense" or (problem.layout == "varlen" and not capture.capturing(problem.device))
 
 
+def _sequences(operands: Operands) -> list[tuple[int, int]]:
+    """Queries and keys of each."""
+    return list(zip(operands.layout.q_lens, operands.layout.k_lens, strict=True))
+
+
+def _shape(problem: Problem, operands: Operands, tiles: Tiles) -> tuple[int, int, int, int]:
+    """[batch | 1, heads | 1, m_blocks, n_blocks]: one where the tiles are those of all."""
+    by_batch, by_head = operands.mask.dependence(problem)
+    apart = by_batch or len(set(_sequences(operands))) > 1
+    m_blocks, n_blocks = tiles.count(problem.seqlen_q, problem.seqlen_k)
+    return problem.batch if apart else 1, problem.heads_q if by_head else 1, m_blocks, n_blocks
+
+
 def _kinds(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool) -> Tensor:
     """Kinds of every tile [batch | 1, heads | 1, m_blocks, n_blocks]; a tile whose tail needs the mask is PARTIAL."""
-    mask, layout = operands.mask, operands.layout
-    by_batch, by_head = mask.dependence(problem)
-    heads = problem.heads_q if by_head else 1
-    sequences = list(zip(layout.q_lens, layout.k_lens, strict=True))
-    if len(set(sequences)) > 1:
-        by_batch = True
-    m_blocks, n_blocks = tiles.count(problem.seqlen_q, problem.seqlen_k)
-    shape = (problem.batch if by_batch else 1, heads, m_blocks, n_blocks)
+    mask, sequences = operands.mask, _sequences(operands)
+    shape = _shape(problem, operands, tiles)
+    heads, apart = shape[1], mask.dependence(problem)[0] or len(set(sequences)) > 1
     kinds = torch.full(shape, EMPTY, dtype=torch.uint8, device=problem.device)
     for q_len, k_len in set(sequences):
-        members = [b for b, lengths in enumerate(sequences) if lengths == (q_len, k_len)] if by_batch else [0]
+        members = [b for b, lengths in enumerate(sequences) if lengths == (q_len, k_len)] if apart else [0]
         batch = torch.tensor(members, device=problem.device)
         region = Region(batch, 0, heads, 0, q_len, 0, k_len, q_len, k_len)
         found = schedule.classify(mask, region, tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
@@ -94,6 +94,15 @@ def state(problem: Problem, operands: Operands, keep: list) -> Call:
         call.seed = operands.seed - (1 << 64) * (operands.seed >= 1 << 63)
         call.keep_scale = 1.0 / (1.0 - problem.dropout) if problem.dropout < 1 else 0.0
     return call
+
+
+def made(keep: list, operands: Operands) -> int:
+    """Bytes of what a call keeps that is not a tensor of the caller: lengths, slopes and the like in other dtypes."""
+    layout, score = operands.layout, operands.score
+    given = [*operands[:3], *operands.mask.tensors(), score.bias, score.alibi, score.sink]
+    given += [getattr(layout, field.name) for field in fields(layout)]
+    owned = {x.data_ptr() for x in given if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in keep if x.data_ptr() not in owned)
 
 
 def _longest(problem: Problem, operands: Operands) -> tuple[int, int]:
@@ -268,21 +277,30 @@ def mask_dependence(problem: Problem, mask: Mask) -> tuple[bool, bool]:
     return any(b for b, _ in found), any(h for _, h in found)
 
 
-def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep: list) -> None:
-    """State a piece: its sequences, its part of them, and what the mask says of its pairs."""
+def take_region(call: Call, members: list[int], region: Region, keep: list) -> None:
+    """State a piece: its sequences, and its part of them."""
     numbers = _numbers(members)
     keep.append(numbers)
     call.members, call.n_members = numbers.data_ptr(), len(members)
     call.q_from, call.q_to, call.k_from, call.k_to = region.q0, region.q1, region.k0, region.k1
+
+
+def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep: list) -> None:
+    """State a piece, and what the mask says of its pairs."""
+    take_region(call, members, region, keep)
     if region.q0 < region.q1 and region.k0 < region.k1:
         visible = _looked_at(mask, region)
         keep.append(visible)
         show(call, visible)
 
 
+def shown_shape(region: Region) -> tuple[int, ...]:
+    return len(region.batch), region.head1 - region.head0, region.q1 - region.q0, region.k1 - region.k0
+
+
 def _looked_at(mask: Mask, region: Region) -> Tensor:
     """What the mask says of a region's pairs: bool (sequences, heads, queries, keys)."""
-    shape = len(region.batch), region.head1 - region.head0, region.q1 - region.q0, region.k1 - region.k0
+    shape = shown_shape(region)
     visible = torch.empty(shape, dtype=torch.bool, device="cpu")
     step = max(_LOOK // (visible.numel() // shape[2]), 1)
     for q0 in range(region.q0, region.q1, step):

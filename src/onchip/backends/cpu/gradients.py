@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,40 +23,44 @@ class ScoreGrads:
     bias: Tensor | None = None
     alibi: Tensor | None = None
     delta: Tensor | None = None
-    sums: list[int] = field(default_factory=list)
 
-    def start(self, call: arguments.Call) -> None:
-        """State the room for the sums."""
+    def rooms(self, call: arguments.Call) -> dict[str, tuple[int, ...]]:
+        """Shapes of the sums. States besides which sequences and heads one worker takes in turn, for they share one."""
         problem, needs = self.problem, self.saved.needs
-        size = problem.batch, problem.heads_q
+        found: dict[str, tuple[int, ...]] = {}
         if "bias" in needs:
             assert self.score.bias is not None
-            self._start_bias(call, (1,) * (4 - self.score.bias.dim()) + tuple(self.score.bias.shape))
+            found["bias"] = self._bias_room(call, _four(self.score.bias.shape))
         if "alibi" in needs:
-            self.alibi = torch.zeros(chunks(call), *size, device="cpu")
-            call.dalibi = self.alibi.data_ptr()
+            found["alibi"] = chunks(call), problem.batch, problem.heads_q
         if "sink" in needs:
-            # Contiguous, as the kernels read rows.
-            self.delta = torch.zeros(self.saved.lse.shape, device="cpu")
-            call.delta = self.delta.data_ptr()
+            found["delta"] = tuple(self.saved.lse.shape)
+        return found
 
-    def _start_bias(self, call: arguments.Call, shape: tuple[int, ...]) -> None:
+    def _bias_room(self, call: arguments.Call, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A (batch, heads, seqlen_k, seqlen_q) sum of what its shape keeps: a row of queries is contiguous.
 
         Where it keeps queries and keys, sequences and heads that share it are summed by one worker; else each has a sum
         of its own, small, and each chunk of the keys where the keys are summed over.
         """
         problem = self.problem
-        if 0 in shape:  # nothing to sum, and no room that says so
-            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2], device="cpu")
-            return
-        if shape[2] > 1 and shape[3] > 1:
+        if 0 in shape or (shape[2] > 1 and shape[3] > 1):
             call.join_batch, call.join_heads = int(shape[0] == 1), int(shape[1] == 1)
-            self.bias = torch.zeros(1, *shape[:2], shape[3], shape[2], device="cpu")
-        elif shape[2] > 1:
-            self.bias = torch.zeros(chunks(call), problem.batch, problem.heads_q, 1, shape[2], device="cpu")
-        else:
-            self.bias = torch.zeros(1, problem.batch, problem.heads_q, problem.seqlen_k, 1, device="cpu")
+            return 1, *shape[:2], shape[3], shape[2]
+        if shape[2] > 1:
+            return chunks(call), problem.batch, problem.heads_q, 1, shape[2]
+        return 1, problem.batch, problem.heads_q, problem.seqlen_k, 1
+
+    def start(self, call: arguments.Call) -> None:
+        """Make room for the sums, and state it. Contiguous, as the kernels step through it."""
+        for name, shape in self.rooms(call).items():
+            setattr(self, name, torch.zeros(shape, device="cpu"))
+        if self.alibi is not None:
+            call.dalibi = self.alibi.data_ptr()
+        if self.delta is not None:
+            call.delta = self.delta.data_ptr()
+        if self.bias is None or self.bias.numel() == 0:  # nothing to sum
+            return
         call.dbias = self.bias.data_ptr()
         names = ("dbias_chunk", "dbias_batch", "dbias_head", "dbias_k", "dbias_q")
         for axis, name in enumerate(names):
@@ -78,6 +83,23 @@ class ScoreGrads:
             name: grad.reshape(getattr(self.score, name).shape).to(getattr(self.score, name).dtype)
             for name, grad in found.items()
         }
+
+    def last_steps(self, rooms: dict[str, tuple[int, ...]]) -> int:
+        """Bytes that `finish` takes at once, its results not counted."""
+        left = most = 0
+        if "bias" in rooms:
+            assert self.score.bias is not None
+            bias, (_, *summed) = self.score.bias, rooms["bias"]
+            narrow = bias.dtype is not torch.float32
+            if [*summed[:2], summed[3], summed[2]] != [
+                *_four(bias.shape)
+            ]:  # what is summed further is a step of its own
+                left = bias.numel() if narrow else 0
+                most = prod(summed) + left
+            else:
+                most = left = prod(summed) if narrow else 0
+        sink = 2 * prod(rooms["delta"]) if "delta" in rooms else 0
+        return 4 * max(most, left + sink)
 
 
 def _four(shape: torch.Size) -> tuple[int, ...]:

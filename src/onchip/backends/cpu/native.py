@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -76,23 +77,39 @@ def shares(problem: Problem) -> int:
     return 1 if pieces >= 32 or not pieces else min(-(-32 // pieces), max(problem.seqlen_k // 512, 1))
 
 
-def extra_memory(problem: Problem, tiles: Tiles) -> int:
-    """Tiles, rows of a head and sums of keys by thread; sums by splits or chunks of the keys; tile bits of a mask."""
-    both, threads = _whole(problem.dim) + _whole(problem.dim_v), torch.get_num_threads()
-    rows, keys = _whole(problem.seqlen_q, _ROWS), _whole(problem.seqlen_k, 32)
-    heads = problem.batch * problem.heads_k
-    together = 1 << 18  # bytes of the blocks that a worker takes through the keys together
-    forward = threads * (2 * together + 4 * (_KEYS + 32) * (2 * _ROWS + 2 * both)) + 4 * 32 * 2 * _ROWS * both
-    chunks = max(min(-(-16 // max(heads, 1)), problem.seqlen_k // 512), 1)
-    chunk = keys // chunks if problem.group > 1 else _KEYS
-    of_thread = 2 * rows * both + rows * problem.dim + chunk * both + 4 * _KEYS * (_ROWS + both)
-    sums = chunks * problem.batch * problem.heads_q * rows * problem.dim if chunks > 1 else 0
-    shown = 96 * 2**20 if {"elements", "unions"} & set(problem.mask_parts) else 0
-    return max(forward, 4 * (min(threads, max(heads * chunks, 1)) * of_thread + sums)) + shown
+def extra_memory(
+    problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
+) -> int:
+    """`rest`, the kernels' buffers as they tell of them, and what Python holds: arguments, sums, bytes of a mask."""
+    library, keep = isas.load(), []
+    if library.isa is None or not problem.batch:
+        return 0
+    call = arguments.state(problem, operands, keep)
+    arguments.state_mask(call, problem, operands, keep)
+    rest = torch.empty(_row_shape(problem, operands), device="meta")
+    own = rest.numel() * 4 + arguments.made(keep, operands)
+    if step == "forward":
+        return own + _most(call, problem, operands, library.forward_memory, rows=True)
+    scores = ScoreGrads(problem, operands.score, Saved(rest, rest, rest, frozenset(needs)), [])
+    rooms = scores.rooms(call)
+    kernels = _most(call, problem, operands, library.backward_memory, rows=False)
+    return own + 4 * sum(map(prod, rooms.values())) + max(kernels, scores.last_steps(rooms))
 
 
-def _whole(n: int, unit: int = 16) -> int:
-    return -(-n // unit) * unit
+def _most(call: arguments.Call, problem: Problem, operands: Operands, memory: Any, rows: bool) -> int:
+    """Most bytes of the kernels' buffers, and of what they are shown of a mask, over the pieces of a pass."""
+    if arguments.shown_in_place(operands.mask):
+        return memory(ctypes.byref(call))
+    if not rows:
+        call.chunks, _ = sizes(call)
+        call.dq_parts = 1  # somewhere
+    most = 0
+    for members, region in arguments.pieces(problem, operands, rows):
+        keep: list = []
+        arguments.take_region(call, members, region, keep)
+        parts = 0 if rows else 4 * sizes(call)[1]
+        most = max(most, memory(ctypes.byref(call)) + parts + prod(arguments.shown_shape(region)))
+    return most
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
@@ -167,13 +184,16 @@ def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
     return (*q, problem.dim), (*k, problem.dim), (*k, problem.dim_v)
 
 
+def _row_shape(problem: Problem, operands: Operands) -> tuple[int, ...]:
+    """Of lse and rest."""
+    if problem.layout != "varlen":
+        return problem.batch, problem.heads_q, problem.seqlen_q
+    return problem.heads_q, operands.q.shape[0]
+
+
 def _results(problem: Problem, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Room for out, lse and rest; rows that no sequence uses hold 0, -inf and 0."""
-    q = operands.q
-    if problem.layout != "varlen":
-        shape = (problem.batch, problem.heads_q, problem.seqlen_q)
-    else:
-        shape = (problem.heads_q, q.shape[0])
+    q, shape = operands.q, _row_shape(problem, operands)
     out, lse = q.new_empty(*q.shape[:-1], problem.dim_v), q.new_empty(shape, dtype=torch.float32)
     rest = torch.empty_like(lse)
     if isinstance(operands.layout, Varlen) and operands.layout.used_q is not None:

@@ -9,7 +9,7 @@ torch 2.13, 2 cores of Zen 4).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onchip import schedule
+from onchip.backends.cpu import room
 from onchip.backends.cpu.scores import LN2, LOG2E, Grid, ScoreGrads
 from onchip.backends.cpu.trace import load, store
 from onchip.problem import Grads, Operands, Output, Problem, Saved
@@ -67,15 +68,20 @@ def _multiple(block: int, limit: int) -> int:
     return next((size for size in range(limit, 63, -1) if block % size == 0), limit)
 
 
-def extra_memory(problem: Problem, tiles: Tiles) -> int:
-    """Copies of one piece's q, k, v, out and gradients, and a few tiles of scores."""
-    size = problem.accumulate.itemsize
-    pieces, rows = _piece_limit(problem, tiles, problem.seqlen_q, problem.seqlen_k), problem.group
-    per_head = 3 * rows * problem.seqlen_q * (problem.dim + problem.dim_v)
-    per_head += 3 * problem.seqlen_k * (problem.dim + problem.dim_v)
-    tile = rows * tiles.tile_m * tiles.tile_n
-    heads = min(pieces, problem.batch * problem.heads_k)
-    return heads * size * (per_head + 4 * tile)
+def extra_memory(
+    problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
+) -> int:
+    """`rest`, the sums of a score's gradients, and what a piece holds: an estimate of torch's temporaries."""
+    score, size = operands.score, problem.accumulate.itemsize
+    rest = operands.q[..., 0].numel() * size
+    sums = (
+        (getattr(score, name) for name in needs if name in ("bias", "alibi", "sink"))
+        if step == "backward"
+        else ()
+    )
+    wide = sum(x.numel() * size for x in sums if x.element_size() < size)
+    pieces = _pieces(problem, operands, tiles(problem))
+    return rest + wide + max((room.of_piece(piece, step, needs) for piece in pieces), default=0)
 
 
 def _piece_limit(problem: Problem, tiles: Tiles, q_len: int, k_len: int) -> int:

@@ -6,6 +6,7 @@ It saves what the Triton backend's backward pass needs, out and lse, so that pas
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from functools import cache, lru_cache
 
 import torch
@@ -81,9 +82,24 @@ def tiles(problem: Problem) -> Tiles:
     return Tiles(chosen.tile_m, chosen.tile_n)
 
 
-def extra_memory(problem: Problem, tiles: Tiles) -> int:
-    """delta of the backward pass, in float32; tile lists, and a copy of v where nobody sees some key, come on top."""
-    return 4 * problem.batch * problem.heads_q * problem.seqlen_q
+def extra_memory(
+    problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
+) -> int:
+    """Of the forward pass: what a mask of more than a band becomes, and a copy of v where nobody sees some key."""
+    if not set(problem.mask_parts) - {"band"}:
+        return 0
+    from onchip.backends.compiled import arguments, lists
+    from onchip.backends.hopper.table import config
+    from onchip.backends.hopper.unseen import hides
+    from onchip.backends.hopper.variant import packs
+
+    chosen = config(problem)
+    pack = packs(problem, chosen.tile_m, operands.mask.dependence(problem)[1])
+    own, v = Tiles(chosen.tile_m // pack, chosen.tile_n), operands.v
+    copy = v[..., 0].numel() + v.numel() * v.element_size() if hides(problem, operands, own) else 0
+    return (
+        copy + lists.size(problem, operands, own, False, rows=True) + arguments.bounds_size(problem, operands)
+    )
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:

@@ -12,6 +12,7 @@ from onchip.capture import capturing
 from onchip.layout import Varlen
 from onchip.mask import Mask, Region
 from onchip.problem import Operands, Problem
+from onchip.schedule import FULL, PARTIAL, Tiles
 
 _LOOK = 1 << 22  # pairs of a mask looked at at once
 
@@ -42,6 +43,35 @@ def _seen(problem: Problem, mask: Mask, b: int, q_len: int, k_len: int, by_head:
         region = Region(batch, 0, heads, q0, min(q0 + at_once, q_len), 0, k_len, q_len, k_len)
         seen |= mask.allow(region).any(2)[0]
     return seen.unflatten(0, (problem.heads_k, -1)).any(1) if heads > 1 else seen
+
+
+def hides(problem: Problem, operands: Operands, tiles: Tiles) -> bool:
+    """Whether `unseen` finds any: by the schedule, with a look only at keys that no full tile holds."""
+    groups = schedule.build(problem, operands.layout, operands.mask, tiles).groups
+    return any(
+        _hides(problem, operands.mask, group, tiles, j)
+        for group in groups
+        for j in range(group.kinds.shape[1])
+    )
+
+
+def _hides(problem: Problem, mask: Mask, group: schedule.Group, tiles: Tiles, n_block: int) -> bool:
+    """Whether some key of a column of tiles is seen by no query."""
+    column = group.kinds[:, n_block]
+    if bool((column == FULL).any()):
+        return False
+    k0, k1 = n_block * tiles.tile_n, min((n_block + 1) * tiles.tile_n, group.k_len)
+    seen = torch.zeros(1, dtype=torch.bool, device=column.device)
+    for m_block in (column == PARTIAL).nonzero().flatten().tolist():
+        q0, q1 = m_block * tiles.tile_m, min((m_block + 1) * tiles.tile_m, group.q_len)
+        lengths = group.q_len, group.k_len
+        visible = mask.allow(Region(group.batch, group.head0, group.head1, q0, q1, k0, k1, *lengths)).any(2)
+        if visible.shape[1] > 1:
+            visible = visible.unflatten(1, (-1, problem.group)).any(2)
+        seen = seen | visible  # [g | 1, key heads | 1, keys]
+        if bool(seen.all()):
+            return False
+    return True
 
 
 def unseen_now(problem: Problem, operands: Operands) -> Tensor:

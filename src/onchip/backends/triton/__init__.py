@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from functools import cache, lru_cache
 
 import torch
@@ -48,9 +49,16 @@ def tiles(problem: Problem) -> Tiles:
     return Tiles(chosen.tile_m, chosen.tile_n)
 
 
-def extra_memory(problem: Problem, tiles: Tiles) -> int:
-    """delta, in float32; partial results of split keys and tile lists come on top."""
-    return 4 * problem.batch * problem.heads_q * problem.seqlen_q
+def extra_memory(
+    problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
+) -> int:
+    from onchip.backends.triton import backward_pass, forward_pass
+    from onchip.backends.triton.arguments import known_facts
+
+    facts = known_facts(device)
+    if step == "forward":
+        return forward_pass.extra_memory(problem, operands, facts)
+    return backward_pass.extra_memory(problem, operands, needs, facts)
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:

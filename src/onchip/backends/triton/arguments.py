@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip import dropout, rules
+from onchip import devices, dropout, rules
 from onchip.backends.compiled import arguments, emit, lists
 from onchip.backends.compiled.terms import Rows, Scores
 from onchip.backends.triton.parts import Drop, Place, View
@@ -77,6 +77,14 @@ def device_facts(index: int) -> Facts:
     properties = torch.cuda.get_device_properties(index)
     major = properties.major if torch.version.hip is None else 0
     return Facts(major, properties.multi_processor_count, properties.name)
+
+
+def known_facts(device: str | None) -> Facts:
+    """Of this GPU, or of a known one, without the rows that `onchip tune` measured there."""
+    if device is None:
+        return device_facts(0)
+    known = devices.device(device)
+    return Facts(known.capability, known.units, "")
 
 
 def described(tensor: Tensor, fields: dict[str, Any]) -> TensorDescriptor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
-from onchip.backends.compiled import lists
+from onchip.backends.compiled import arguments, lists
 from onchip.backends.triton.arguments import (
     Launch,
     described,
@@ -19,7 +21,8 @@ from onchip.backends.triton.arguments import (
 from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
 from onchip.backends.triton.launch import Step, aligned, prepared
 from onchip.backends.triton.parts import View
-from onchip.backends.triton.table import config, packs
+from onchip.backends.triton.table import Config, Facts, config, packs
+from onchip.mask import Mask
 from onchip.problem import Operands, Output, Problem
 from onchip.schedule import Tiles
 
@@ -33,6 +36,47 @@ def choose_splits(problem: Problem, programs: int, key_tiles: int, multiprocesso
     if problem.layout == "varlen" or programs == 0:
         return 1
     return max(1, min(multiprocessors // programs, key_tiles // 4, 128))
+
+
+def shares(problem: Problem, tiles: Tiles, pack: int, multiprocessors: int) -> int:
+    """Of the keys, whose results are joined. tiles: of queries whose heads are stacked, `pack` of them."""
+    m_blocks, key_tiles = tiles.count(problem.seqlen_q, max(problem.seqlen_k, 1))
+    programs = m_blocks * problem.heads_q // pack * problem.batch
+    splits = problem.num_splits or choose_splits(problem, programs, key_tiles, multiprocessors)
+    return 1 if problem.layout == "varlen" or keeps_rest(problem) else min(splits, key_tiles)
+
+
+def keeps_rest(problem: Problem) -> bool:
+    """What modified scores' lse loses to rounding is for a backward pass, and not merged."""
+    return modifies(problem) and problem.layout in ("dense", "varlen")
+
+
+def partial_shapes(problem: Problem, splits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of out and lse of each share of the keys, in float32."""
+    lse = splits, problem.batch, problem.seqlen_q, problem.heads_q
+    return (*lse, problem.dim_v), lse
+
+
+def cut(problem: Problem, mask: Mask, facts: Facts, name: str = "forward") -> tuple[Config, int, Tiles, int]:
+    """Its configuration, the heads that share a tile, the tiles of each head, and the shares of the keys."""
+    by_head = problem.group > 1 and bool(problem.mask_parts) and mask.dependence(problem)[1]
+    pack = packs(problem, by_head)
+    chosen = config(problem, name, facts, problem.seqlen_q * pack)
+    tiles = Tiles(chosen.tile_m // pack, chosen.tile_n)
+    return chosen, pack, tiles, shares(problem, tiles, pack, facts.multiprocessors)
+
+
+def extra_memory(problem: Problem, operands: Operands, facts: Facts) -> int:
+    """Bytes of the shares' results, of `rest`, and of what the mask becomes."""
+    if operands.q.numel() == 0 or problem.seqlen_k == 0:
+        return 0
+    _, _, tiles, splits = cut(problem, operands.mask, facts)
+    numbers = sum(map(prod, partial_shapes(problem, splits))) if splits > 1 else 0
+    if keeps_rest(problem):
+        numbers += operands.q[..., 0].numel()
+    return (
+        4 * numbers + lists.size(problem, operands, tiles, False) + arguments.bounds_size(problem, operands)
+    )
 
 
 def forward(problem: Problem, operands: Operands) -> Output:
@@ -57,19 +101,11 @@ class Forward:
         self.fields = self.attend = self.merge = None
         if operands.q.numel() == 0 or problem.seqlen_k == 0:
             return
-        by_head = problem.group > 1 and bool(problem.mask_parts) and operands.mask.dependence(problem)[1]
-        pack = packs(problem, by_head)
         facts = device_facts(operands.q.device.index or 0)
-        self.chosen = chosen = config(problem, name, facts, problem.seqlen_q * pack)
-        tile_q = chosen.tile_m // pack
-        m_blocks = -(-problem.seqlen_q // tile_q)
+        chosen, pack, tiles, splits = cut(problem, operands.mask, facts, name)
+        self.chosen, self.splits, self.keeps_rest = chosen, splits, keeps_rest(problem)
+        m_blocks = -(-problem.seqlen_q // tiles.tile_m)
         programs = m_blocks * problem.heads_q // pack * problem.batch
-        key_tiles = max(-(-problem.seqlen_k // chosen.tile_n), 1)
-        splits = problem.num_splits or choose_splits(problem, programs, key_tiles, facts.multiprocessors)
-        # What modified scores' lse loses to rounding is for a backward pass, and not merged.
-        self.keeps_rest = modifies(problem) and problem.layout in ("dense", "varlen")
-        self.splits = splits = 1 if self.packed or self.keeps_rest else min(splits, key_tiles)
-        tiles = Tiles(tile_q, chosen.tile_n)
         tiles_of, width = lists.build(problem, operands, tiles, False)
         function, mask_args = launch.mask_function(tiles)
         scale = problem.scale
@@ -103,9 +139,8 @@ class Forward:
             return Output(out, lse, rest)
         problem = launch.problem
         heads, dim_v, seqlen = problem.heads_q, problem.dim_v, problem.seqlen_q
-        rows = problem.batch * seqlen * heads
-        partial = torch.empty(self.splits * rows * dim_v, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(self.splits * rows, dtype=torch.float32, device=q.device)
+        shapes = partial_shapes(problem, self.splits)
+        partial, partial_lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
         target = View(partial, seqlen * heads * dim_v, heads * dim_v, dim_v, 1)
         self._attend(launch, target, partial_lse, None, seqlen)
         self.merge.run((view(out), lse, partial, partial_lse), launch.key is not None)

@@ -232,12 +232,27 @@ struct Worker : Tile {
   }
 };
 
+int64_t keys_of_chunk(const Call& c) { return most<int64_t>(round_up(parts(c.k_to - c.k_from, find_chunks(c)), KEYS), KEYS); }
+int64_t keys_held(const Call& c) { return c.heads_q > c.heads_k ? keys_of_chunk(c) : KEYS; }  // of dK and dV, by a worker
+int64_t owned_of(const Plan& plan) {  // blocks of dq whose sums the pass keeps itself
+  const int64_t chunks = find_chunks(plan.call);
+  return chunks > 1 && !plan.call.dq_parts ? chunks * plan.blocks : 0;
+}
+
+template <int T>
+int64_t memory(const Call& c) {  // what `backward` makes, by making it once and one of its workers
+  const int64_t start = made;
+  const Plan plan(c);
+  const Buffer own(owned_of(plan) * dq_size(c) * 4);
+  const int64_t shared = made - start;
+  const Worker<T> worker(plan, c.dq_parts ? c.dq_parts : own.floats(), keys_held(c));
+  return shared + c.threads * (made - start - shared);
+}
+
 template <int T>
 void backward(const Call& c) {
   const Plan plan(c);
-  const int64_t chunks = find_chunks(c), span = c.k_to - c.k_from;
-  const int64_t chunk_keys = most<int64_t>(round_up(parts(span, chunks), KEYS), KEYS), size = dq_size(c);
-  const int64_t owned = chunks > 1 && !c.dq_parts ? chunks * plan.blocks : 0;
+  const int64_t chunks = find_chunks(c), chunk_keys = keys_of_chunk(c), size = dq_size(c), owned = owned_of(plan);
   const Buffer own(owned * size * 4);
   float* dq_parts = c.dq_parts ? c.dq_parts : own.floats();
   const int64_t sequences = c.join_batch ? 1 : c.n_members, heads = c.join_heads ? 1 : c.heads_k;
@@ -246,7 +261,7 @@ void backward(const Call& c) {
   {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < owned; i++) std::memset(own.floats() + i * size, 0, (size_t)size * 4);
-    Worker<T> worker(plan, dq_parts, c.heads_q / most<int64_t>(c.heads_k, 1) > 1 ? chunk_keys : KEYS);
+    Worker<T> worker(plan, dq_parts, keys_held(c));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < sequences * heads * chunks; n++) {
       const int64_t chunk = n % chunks, begin = c.k_from + chunk * chunk_keys;
@@ -278,4 +293,9 @@ EXPORT void onchip_backward_sizes(const Call* call, int64_t* sizes) {
 EXPORT void onchip_backward(const Call* call) {
   constexpr void (*by_dtype[])(const Call&) = {backward<FLOAT>, backward<BF16>, backward<FP16>};
   by_dtype[call->dtype](*call);
+}
+
+EXPORT int64_t onchip_backward_memory(const Call* call) {  // bytes that onchip_backward takes
+  constexpr int64_t (*by_dtype[])(const Call&) = {memory<FLOAT>, memory<BF16>, memory<FP16>};
+  return by_dtype[call->dtype](*call);
 }

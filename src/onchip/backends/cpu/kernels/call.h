@@ -75,11 +75,14 @@ INLINE char* at(const Strided& t, int64_t batch, int64_t row, int64_t head) {
   return t.data + batch * t.batch + row * t.row + head * t.head;
 }
 
+inline thread_local int64_t made = 0;  // bytes of the buffers that this thread has made so far, for `..._memory`
+
 // Memory of one thread; plain so that no template of the standard library is compiled for one instruction set and
 // picked by the linker for another.
 struct Buffer {
   void* data = nullptr;
   explicit Buffer(int64_t bytes) {
+    made += most<int64_t>(bytes, 0);
     if (bytes <= 0 || posix_memalign(&data, 64, (size_t)bytes)) return;  // no byte more: sanitizers see what reads past it
 #if defined(ONCHIP_POISON)  // sanitizer builds: what is read before it is written shows as NaN
     std::memset(data, 0xFF, (size_t)bytes);

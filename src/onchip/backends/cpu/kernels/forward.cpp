@@ -265,12 +265,27 @@ struct Worker : Tile {
   }
 };
 
+int64_t items_of(const Plan& plan) { return plan.pieces * plan.splits; }
+int64_t workers_of(const Plan& plan) { return least(plan.call.threads, most<int64_t>(items_of(plan), 1)); }
+int64_t joined_of(const Plan& plan) { return plan.splits > 1 ? plan.blocks : 0; }
+int64_t partial_bytes(const Plan& plan) { return joined_of(plan) * plan.splits * State::size(plan.call) * 4; }
+
+template <int T>
+int64_t memory(const Call& c) {  // what `forward` makes, by making it once and one of its workers
+  const int64_t start = made;
+  const Plan plan(c);
+  const Buffer partial(partial_bytes(plan));
+  const int64_t shared = made - start;
+  const Worker<T> worker(plan);
+  return shared + workers_of(plan) * (made - start - shared);
+}
+
 template <int T>
 void forward(const Call& c) {
   const Plan plan(c);
-  const int64_t items = plan.pieces * plan.splits, joined = plan.splits > 1 ? plan.blocks : 0;
-  const Buffer partial(joined * plan.splits * State::size(c) * 4);
-#pragma omp parallel num_threads((int)least(c.threads, most<int64_t>(items, 1)))
+  const int64_t items = items_of(plan), joined = joined_of(plan);
+  const Buffer partial(partial_bytes(plan));
+#pragma omp parallel num_threads((int)workers_of(plan))
   {
     Worker<T> worker(plan);
 #pragma omp for schedule(dynamic, 1)
@@ -285,4 +300,9 @@ void forward(const Call& c) {
 EXPORT void onchip_forward(const Call* call) {
   constexpr void (*by_dtype[])(const Call&) = {forward<FLOAT>, forward<BF16>, forward<FP16>};
   by_dtype[call->dtype](*call);
+}
+
+EXPORT int64_t onchip_forward_memory(const Call* call) {  // bytes that onchip_forward takes
+  constexpr int64_t (*by_dtype[])(const Call&) = {memory<FLOAT>, memory<BF16>, memory<FP16>};
+  return by_dtype[call->dtype](*call);
 }
