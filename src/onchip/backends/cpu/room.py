@@ -54,4 +54,4 @@ _MODIFIED = {"bias": (2, 2), "softcap": (3, 5), "alibi": (4, 4), "mod": (5, 5)}
 def _tiles(piece: Piece, forward: bool) -> int:
     """Score tiles at once: s (and dp), modified ones, and those of dropout with its random words."""
     parts = (_MODIFIED[name][not forward] for name in piece.problem.score_parts if name in _MODIFIED)
-    return (1 if forward else 2) + max(parts, default=0) + (8 if piece.problem.dropout else 0)
+    return (1 if forward else 2) + max(parts, default=0) + (6 if piece.problem.dropout else 0)
