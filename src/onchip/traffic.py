@@ -84,9 +84,9 @@ class Traffic:
     planning states: results of keys' shares, delta, what lse lost to rounding (kept for the backward pass, and counted
     in both), sums in float32 whose results are narrower, lists of tiles and intervals of queries (lists stay with the
     mask), bits of a mask, threads' buffers. Exact for kernels, but what a look at a mask takes on the way to its
-    lists, intervals or bits (some MiB) is left out; of the backends that are torch operations an estimate. No inputs (q, k, v, mask, score; out, lse
-    and dout of a backward pass) and no results (out, lse, gradients), not the copies that `Plan.copies` names, nor what
-    torch's allocator rounds up to.
+    lists, intervals or bits (some MiB) is left out; of the backends that are torch operations an estimate. No inputs
+    (q, k, v, mask, score; out, lse and dout of a backward pass) and no results (out, lse, gradients), not the copies
+    that `Plan.copies` names, nor what torch's allocator rounds up to.
     """
 
     algorithm: str
