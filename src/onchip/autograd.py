@@ -58,12 +58,13 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
                 "mask: under vmap its tensors (and a mod's) must be the same for every slice"
             )
     elif forward_ad._current_level < 0:
-        if torch.is_grad_enabled():
-            for t in tensors:
-                if t is not None and t.requires_grad:
+        recorded = torch.is_grad_enabled()
+        for t in tensors:
+            if t is not None:
+                if recorded and t.requires_grad:
                     return _Attention.apply(call, *tensors)[:2]  # type: ignore[misc]
-        if any(t is not None and t.is_neg() for t in tensors):
-            operands = call.bind(tensors)
+                if t.is_neg():
+                    operands = call.bind(tensors)
         return call.backend.forward(call.problem, operands, call.tiles)[:2]
     return _Transformed.apply(call, *tensors)[:2]  # type: ignore[misc]
 

@@ -57,10 +57,11 @@ def refusals(problem: Problem) -> dict[str, str]:
 
 def choose(problem: Problem, name: str | None = None) -> str:
     """The named backend, or the first that serves the problem. NotImplementedError with the reasons if it refuses."""
-    check_name(name)
-    candidates = AUTOMATIC if name is None else (name,)
-    if name is None and problem.device == "cpu":
-        candidates = ("native", "cpu")  # Triton's interpreter runs only by name
+    if name is not None:
+        check_name(name)
+        candidates = (name,)
+    else:  # Triton's interpreter runs only by name
+        candidates = ("native", "cpu") if problem.device == "cpu" else AUTOMATIC
     reasons = {}
     for candidate in candidates:
         reason = _reason(candidate, problem, automatic=name is None)

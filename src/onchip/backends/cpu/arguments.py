@@ -118,6 +118,8 @@ def recomputed(operands: Operands) -> bool:
     q, k, v, _, _, score, _ = operands
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
+    if not score.names:
+        return False
     return any(t is not None and t.requires_grad for t in (score.bias, score.alibi, score.sink))
 
 

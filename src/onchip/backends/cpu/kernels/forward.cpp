@@ -10,7 +10,7 @@ struct Worker : Tile {
   const int64_t dim = round_up(c.dim, VL * E::DEPTH), dim_v = round_up(c.dim_v, VL);  // whole vectors of them
   const Buffer parts_{plan.together * (int64_t)sizeof(Part)}, q{plan.together * dim * ROWS * 4};
   const Buffer sums{plan.together * State::size(c) * 4}, spare{dim_v * ROWS * 4}, decay{ROWS * 4};
-  const Buffer keys{KEYS * dim * 4}, values{KEYS * dim_v * 4}, own{KEYS * most(dim, dim_v) * 4};
+  const Buffer keys{held * dim * 4}, values{KEYS * dim_v * 4}, own{KEYS * most(dim, dim_v) * 4};
   KeyTile k_tile, v_tile;  // of the tile that is computed; V for pairs as columns
   int64_t next;            // the first key of the tile after it, 0 where none is to be asked for
 
@@ -55,7 +55,7 @@ struct Worker : Tile {
     for (int i = 0; i < r.count; i++) from[i] = r.row(c.q, i);
     if (!dots(r)) return Read<T>::pack_columns(from, r.lanes, c.dim, p.q);
     for (int i = 0; i < r.count; i++) Read<T>::copy_row(from[i], c.dim, (char*)p.q + i * dim * E::BYTES, dim);
-    std::memset(s.data, 0, (size_t)(KEYS * r.lanes) * 4);  // idle lanes
+    std::memset(s.data, 0, (size_t)(held * r.lanes) * 4);  // idle lanes
   }
 
   void tile(Part& p, int64_t begin, int64_t size, int64_t count) {
@@ -281,18 +281,24 @@ int64_t memory(const Call& c) {  // what `forward` makes, by making it once and 
 }
 
 template <int T>
+void share(const Plan& plan, float* partial) {  // of a thread in its team; all of it outside of one
+  Worker<T> worker(plan);
+#pragma omp for schedule(dynamic, 1) nowait
+  for (int64_t n = 0; n < items_of(plan); n++) worker.run(n / plan.splits, n % plan.splits, partial);
+  if (!joined_of(plan)) return;
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1) nowait
+  for (int64_t block = 0; block < joined_of(plan); block++) worker.join(block, partial);
+}
+
+template <int T>
 void forward(const Call& c) {
   const Plan plan(c);
-  const int64_t items = items_of(plan), joined = joined_of(plan);
   const Buffer partial(partial_bytes(plan));
-#pragma omp parallel num_threads((int)workers_of(plan))
-  {
-    Worker<T> worker(plan);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t n = 0; n < items; n++) worker.run(n / plan.splits, n % plan.splits, partial.floats());
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t block = 0; block < joined; block++) worker.join(block, partial.floats());
-  }
+  const int threads = (int)workers_of(plan);
+  if (threads == 1) return share<T>(plan, partial.floats());  // a team of one would cost three system calls, 0.7 us
+#pragma omp parallel num_threads(threads)
+  share<T>(plan, partial.floats());
 }
 
 }  // namespace

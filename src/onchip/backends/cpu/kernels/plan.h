@@ -63,11 +63,12 @@ struct Tile {  // of one worker: scores [keys][lanes], a word of `seen` and of `
   // A weight is 2^(unit * score - what its row's softmax subtracts); modified scores are in natural units.
   const bool modified = c.softcap != 0 || c.alibi || c.bias || c.scale <= 0;
   const float unit = (float)(modified ? LOG2E : c.scale * LOG2E);
-  const Buffer s{KEYS * ROWS * 4}, bias{c.bias ? KEYS * ROWS * 4 : 0}, bits{KEYS * 16};
+  const int64_t held = least<int64_t>(KEYS, most<int64_t>(round_up(c.seqlen_k, 32), 32));  // keys of a tile, at most
+  const Buffer s{held * ROWS * 4}, bias{c.bias ? held * ROWS * 4 : 0}, bits{held * 16};
 
   explicit Tile(const Plan& p) : plan(p) {}
   uint64_t* seen() const { return (uint64_t*)bits.data; }
-  uint64_t* kept() const { return seen() + KEYS; }
+  uint64_t* kept() const { return seen() + held; }
 
   // Products in s become scores, -inf where hidden.
   void finish_scores(const Rows& r, const Look& look, float* slope) const {
