@@ -120,8 +120,8 @@ def sweeps(
     onchip: the named backend's (None: the chosen one's) with its own tiles. standard: the first paper's Algorithms 0
     and 3, one kernel a line. eager: the same as PyTorch's operations run it, with a kernel each for scale, mask,
     dropout and two for the softmax's gradient. flash1: its Algorithms 1 and 4, blocks from `sram` bytes. flash2: the
-    order of FlashAttention-2. minimum: every input once, every output once. Each reads bias and mask where it makes
-    scores. `tiles` replaces the tile sizes of any.
+    order of FlashAttention-2. minimum: every input once where its tiles have a pair, every output once. Each reads
+    bias and mask where it makes scores. `tiles` replaces the tile sizes of any.
     mask: the problem's, if it has one. device: the known GPU whose tiles are meant, if not this one. needs: the
     gradients that are wanted; of the papers' algorithms q, k and v always are.
     """
