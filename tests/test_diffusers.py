@@ -14,6 +14,10 @@ from onchip.integrations.sdpa import replace_sdpa  # noqa: E402
 @pytest.fixture(autouse=True)
 def registered():
     integration.register()
+    with attention_backend(
+        "native"
+    ):  # a model's set_attention_backend sets it for all calls: this sets it back
+        yield
 
 
 @pytest.fixture
