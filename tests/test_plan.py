@@ -10,7 +10,7 @@ import torch
 import onchip
 from checks import ON_CPU, qkv
 from contract_masks import MASKS, Shape, full_truth
-from onchip import select, traffic
+from onchip import devices, select, traffic
 from onchip.schedule import Tiles
 from test_schedule import true_kinds
 
@@ -283,6 +283,13 @@ def test_what_it_prints_of_traffic_and_memory():
     report = plan.report()
     assert report.startswith(text) and len(report.splitlines()) == len(text.splitlines()) + 2
     assert "on cpu, compute-bound" in report
+
+
+@pytest.mark.parametrize("name", ["cpu", "this CPU", "This-CPU"])
+def test_this_cpu_by_its_names(name):
+    shape = (1, 64, 2, 16)
+    assert onchip.plan(shape, shape, shape, device=name).problem.device == "cpu"
+    assert devices.device(name).name == "cpu"
 
 
 def test_a_device_that_is_not_here():

@@ -204,7 +204,7 @@ NAMES = (*_KNOWN, "cpu")
 
 
 def device(name: str | None = None) -> Device:
-    """The device of this name (`NAMES`, any case); None: this machine's first GPU, else its CPU.
+    """The device of this name (`NAMES`, any case; or "this CPU"); None: this machine's first GPU, else its CPU.
 
     Raises ValueError for another name, and where this machine's GPU is not a known one.
     """
@@ -212,12 +212,16 @@ def device(name: str | None = None) -> Device:
         return current()
     if not isinstance(name, str):
         raise TypeError(f"device: got {type(name).__name__}, expected one of {', '.join(NAMES)}")
-    if name.lower() == "cpu":
+    if is_cpu(name):
         return this_cpu()
     for known, found in _KNOWN.items():
         if _plain(name) == _plain(known):
             return found
     raise ValueError(f"device: got {name!r}, expected one of {', '.join(NAMES)}")
+
+
+def is_cpu(name: str) -> bool:
+    return _plain(name) in ("cpu", "thiscpu")
 
 
 def _plain(name: str) -> str:

@@ -78,7 +78,7 @@ def roofline(
     dtype: torch.dtype = torch.float16,
     mask: Mask | None = None,
 ) -> Roofline:
-    """The `Roofline` of an operation on a device (`onchip.devices.NAMES` or "this CPU"; None: this machine's).
+    """The `Roofline` of an operation on a device (as `onchip.devices.device` takes it; None: this machine's).
 
     op and shape: "matmul" (m, n, k), inner length k; "softmax", "mask", "dropout" and "layer_norm" of any shape;
     "attention" (batch, seqlen, heads, dim), fused, forward, with `mask` if given. In names of operations, capitals,
@@ -86,8 +86,6 @@ def roofline(
     """
     op = _op(op)
     _check_shape(op, shape)
-    if isinstance(device, str) and device.lower() == "this cpu":
-        device = "cpu"
     where = device if isinstance(device, Device) else find_device(device)
     if mask is not None and op != "attention":
         raise ValueError(f"mask: given for {op}, expected only for attention")

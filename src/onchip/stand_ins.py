@@ -87,7 +87,9 @@ def where(device: str) -> tuple[str, str | None]:
     """torch's device type, and the name of a known device."""
     from onchip import devices
 
-    if isinstance(device, str) and device.lower() != "cpu":
+    if isinstance(device, str):
+        if devices.is_cpu(device):
+            return "cpu", None
         try:
             return "cuda", devices.device(device).name
         except ValueError:
