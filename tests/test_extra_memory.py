@@ -101,30 +101,32 @@ SCRIPT = """
         learned = {name: tensor}
         return dense(*args, dtype=dtype, score=onchip.Score(**learned), learned=(name,))
 
-    half, some = torch.bfloat16, torch.rand(32, 32) < 0.3
+    half, some = torch.bfloat16, torch.rand(32, 8) < 0.3
     CASES = {
-        "plain": lambda: dense(4096, 4096, 32, 32, 64),
-        "half": lambda: dense(4096, 4096, 32, 32, 64, dtype=half),
-        "causal": lambda: dense(8192, 8192, 16, 16, 64, mask=onchip.causal()),
-        "shared keys": lambda: dense(2048, 8192, 16, 2, 96),
-        "one head": lambda: dense(8192, 8192, 1, 1, 128),
-        "batch": lambda: dense(512, 512, 8, 8, 64, batch=16),
+        "plain": lambda: dense(4096, 512, 32, 32, 64),
+        "half": lambda: dense(4096, 512, 32, 32, 64, dtype=half),
+        "causal": lambda: dense(4096, 1024, 16, 16, 64, mask=onchip.causal()),
+        "shared keys": lambda: dense(2048, 2048, 16, 2, 96),
+        "one head": lambda: dense(8192, 2048, 1, 1, 128),
+        "batch": lambda: dense(512, 256, 8, 8, 64, batch=16),
         "packed": lambda: packed([3000, 500, 500, 500, 1], 8, 64),
         "bias": lambda: scored(1024, 2048, 4, 4, 64, tensor=randn(4, 1024, 2048, dtype=half), dtype=half),
-        "bias of keys": lambda: scored(4096, 4096, 4, 4, 64, tensor=randn(4096)),
-        "bias of queries": lambda: scored(4096, 4096, 4, 4, 64, tensor=randn(4, 4096, 1)),
+        "bias of keys": lambda: scored(4096, 1024, 4, 4, 64, tensor=randn(1024)),
+        "bias of queries": lambda: scored(4096, 1024, 4, 4, 64, tensor=randn(4, 4096, 1)),
         "sink": lambda: scored(8192, 512, 32, 32, 32, name="sink", tensor=randn(32)),
         "slopes": lambda: scored(8192, 512, 32, 32, 32, name="alibi", tensor=randn(32)),
-        "softcap": lambda: dense(4096, 4096, 4, 4, 64, score=onchip.Score(softcap=3.0)),
-        "dropout": lambda: dense(2048, 2048, 4, 4, 64, dropout=0.1),
-        "blocks": lambda: dense(4096, 4096, 4, 4, 64, mask=onchip.block_sparse(some, tile=(128, 128))),
-        "union": lambda: dense(4096, 4096, 4, 4, 64, mask=onchip.causal() | onchip.sinks(4)),
+        "softcap": lambda: dense(4096, 1024, 4, 4, 64, score=onchip.Score(softcap=3.0)),
+        "blocks": lambda: dense(4096, 1024, 4, 4, 64, mask=onchip.block_sparse(some, tile=(128, 128))),
+        "union": lambda: dense(4096, 1024, 4, 4, 64, mask=onchip.causal() | onchip.sinks(4)),
         "padding": lambda: dense(8192, 256, 1, 1, 16, batch=32, mask=onchip.padding(torch.arange(32) + 100)),
         "decoding": lambda: cache(65536, 8, 8, 64),
         "decoding in half": lambda: cache(65536, 32, 8, 128, dtype=half),
         "pages": lambda: cache(65536, 8, 8, 64, batch=2, page=16),
+        "few": lambda: dense(256, 256, 4, 4, 64, batch=4),
+        "packed few": lambda: packed([1000, 200, 1], 4, 64),
+        "few pages": lambda: cache(8192, 8, 8, 64, batch=2, page=16),
         "scores": lambda: dense(1024, 1024, 4, 4, 64),
-        "half scores": lambda: dense(1024, 4096, 8, 2, 64, dtype=half),
+        "half scores": lambda: dense(1024, 2048, 4, 2, 64, dtype=half),
         "dropped scores": lambda: dense(1024, 1024, 4, 4, 64, dropout=0.1),
     }
 """
@@ -146,7 +148,7 @@ NAMES = {
         "bias of queries", "sink", "slopes", "softcap", "blocks", "union", "padding", "decoding", "decoding in half",
         "pages",
     ],
-    "cpu": ["batch", "packed", "scores", "half scores", "dropped scores", "pages"],
+    "cpu": ["few", "packed few", "scores", "half scores", "dropped scores", "few pages"],
     "reference": ["scores"],
 }  # fmt: skip
 

@@ -96,11 +96,11 @@ def dense(m, n, heads, heads_k, dim, batch=1, learned=(), **options):
 
 def scored(names, m=40, n=70, batch=2):
     tensors = {
-        "bias": half(4, m, n),
-        "alibi": torch.rand(4, device=DEVICE),
-        "sink": torch.randn(4, device=DEVICE),
+        "bias": half(2, m, n),
+        "alibi": torch.rand(2, device=DEVICE),
+        "sink": torch.randn(2, device=DEVICE),
     }
-    return dense(m, n, 4, 2, 16, batch, names, score=onchip.Score(**{name: tensors[name] for name in names}))
+    return dense(m, n, 2, 1, 16, batch, names, score=onchip.Score(**{name: tensors[name] for name in names}))
 
 
 def cache(page):
@@ -113,7 +113,7 @@ def cache(page):
 
 def packed(score=None, learned=()):
     cu = torch.tensor([0, 30, 30, 75], device=DEVICE, dtype=torch.int32)
-    q, k = half(75, 4, 16), half(75, 2, 16)
+    q, k = half(75, 2, 16), half(75, 1, 16)
     return (q, k, k), {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "score": score}, learned
 
 
@@ -140,8 +140,8 @@ CASES = {
     ),
     "alternatives": lambda: dense(48, 80, 4, 2, 16, 2, mask=onchip.causal() | onchip.prefix(7)),
     "packed": lambda: packed(),
-    "packed slopes": lambda: packed(onchip.Score(alibi=torch.rand(4, device=DEVICE)), ("alibi",)),
-    "packed sink": lambda: packed(onchip.Score(sink=torch.rand(4, device=DEVICE)), ("sink",)),
+    "packed slopes": lambda: packed(onchip.Score(alibi=torch.rand(2, device=DEVICE)), ("alibi",)),
+    "packed sink": lambda: packed(onchip.Score(sink=torch.rand(2, device=DEVICE)), ("sink",)),
 }
 
 

@@ -283,11 +283,10 @@ int64_t memory(const Call& c) {  // what `forward` makes, by making it once and 
 template <int T>
 void share(const Plan& plan, float* partial) {  // of a thread in its team; all of it outside of one
   Worker<T> worker(plan);
-#pragma omp for schedule(dynamic, 1) nowait
+#pragma omp for schedule(dynamic, 1)
   for (int64_t n = 0; n < items_of(plan); n++) worker.run(n / plan.splits, n % plan.splits, partial);
   if (!joined_of(plan)) return;
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1) nowait
+#pragma omp for schedule(dynamic, 1)
   for (int64_t block = 0; block < joined_of(plan); block++) worker.join(block, partial);
 }
 
