@@ -103,12 +103,12 @@ def test_descales_of_float8():
     )
     assert out.dtype is torch.bfloat16
     wide = [
-        x.double() * d.double().repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+        (x.float() * d.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]).bfloat16().double()
         for x, d in ((q, dq), (k, dk), (v, dv))
     ]
     want = oracle.attention(*wide, visible=oracle.band(9, 13, None, 0))
-    torch.testing.assert_close(out.double(), want[0], rtol=0.03, atol=0.03)
-    torch.testing.assert_close(lse.double(), want[1], rtol=0.03, atol=0.03)
+    torch.testing.assert_close(out.double(), want[0], rtol=0.02, atol=0.02)  # bfloat16 has 0.004
+    torch.testing.assert_close(lse.double(), want[1], rtol=1e-4, atol=1e-4)
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     packed = fa3.flash_attn_varlen_func(
         *flat, cu([0, 9, 18]), cu([0, 13, 26]), 9, 13, causal=True, q_descale=dq, k_descale=dk, v_descale=dv
