@@ -145,6 +145,23 @@ def test_stand_ins_are_one_graph(name):
         torch.testing.assert_close(out, STAND_INS[name](q, k))
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 4, 9])
+def test_weights_of_few_rows_and_large_scores(seqlen_q):
+    """The backward pass computes the scores of the forward pass to the bit, also of tensors made in the graph."""
+
+    def call(x, k, v, weight):
+        q = (x @ weight).view(1, seqlen_q, 2, 64)
+        return onchip.attention(q, k * 1.0, v * 1.0, scale=3.0)
+
+    x, weight = torch.randn(2 * seqlen_q, 64), torch.randn(64, 64, requires_grad=True)
+    k, v = (torch.randn(1, 300, 2, 64, requires_grad=True) for _ in "kv")
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    outs = call(x, k, v, weight), compiled(x, k, v, weight)
+    up = torch.randn_like(outs[0])
+    eager, graph = (torch.autograd.grad(out, (k, v, weight), up) for out in outs)
+    assert all(map(torch.equal, eager, graph))
+
+
 def test_no_recompilation_for_a_new_length():
     layer = nn.SelfAttention(32, 4, heads_k=2, window=(5, 0))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -143,10 +143,11 @@ def _attention(
         q, k, v, bias, alibi, sink, cu_q, cu_k, used_q, used_k, max_q, max_k, tensors, text, ints, softcap, scale,
         dropout, seed, deterministic, backend,
     )  # fmt: skip
+    # In a graph no tensor says that a gradient follows, by which CPU kernels choose the order of few rows' sums.
+    operands = call.operands._replace(q=q.detach().requires_grad_())
     with _own_autograd():
-        out, lse, rest = call.backend.forward(call.problem, call.operands, call.tiles)
-    rest = torch.zeros_like(lse) if rest is None else rest
-    return out.contiguous(), lse.contiguous(), rest.contiguous()
+        out, lse, rest = call.backend.forward(call.problem, operands, call.tiles)
+    return out.contiguous(), lse.contiguous(), torch.zeros_like(lse) if rest is None else rest.contiguous()
 
 
 @contextmanager
@@ -278,9 +279,6 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> t
 _attention.register_autograd(_gradients, setup_context=_setup)
 
 
-# The cache. Appending changes it in place, which the schema says.
-
-
 def attention_with_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -296,7 +294,7 @@ def attention_with_cache(
     scale: float | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse); places: page_table, cache_batch_idx, cache_leftpad."""
+    """(out, lse); places: page_table, cache_batch_idx, cache_leftpad. Appending changes the cache; the schema says so."""
     _count_flops()
     mask, score = check_types(mask, score)
     text, ints, tensors = spec.write(mask, score.mod)  # type: ignore[arg-type]
