@@ -294,7 +294,7 @@ def attention_with_cache(
     scale: float | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse); places: page_table, cache_batch_idx, cache_leftpad. Appending changes the cache; the schema says so."""
+    """(out, lse); places: page_table, cache_batch_idx, cache_leftpad. What is appended changes the caches in place."""
     _count_flops()
     mask, score = check_types(mask, score)
     text, ints, tensors = spec.write(mask, score.mod)  # type: ignore[arg-type]
