@@ -62,11 +62,9 @@ def place(call: Call, name: str, tensor: Tensor) -> None:
     setattr(call, name + "_head", head * size)
 
 
-def state(problem: Problem, operands: Operands, keep: list) -> Call:
-    """Everything but the results. `keep` receives the tensors that must outlive the call."""
-    q, k, v = (unit(x, keep) for x in (operands.q, operands.k, operands.v))
-    seqlen_q, seqlen_k = _longest(problem, operands)
-    call = Call(
+def sized(problem: Problem, seqlen_q: int, seqlen_k: int) -> Call:
+    """A call of these longest sequences, without tensors."""
+    return Call(
         dtype=_DTYPES[problem.dtype],
         batch=problem.batch,
         heads_q=problem.heads_q,
@@ -81,8 +79,14 @@ def state(problem: Problem, operands: Operands, keep: list) -> Call:
         scale=problem.scale,
         splits=problem.num_splits,
         threads=torch.get_num_threads(),
-        recomputed=recomputed(operands),
     )
+
+
+def state(problem: Problem, operands: Operands, keep: list) -> Call:
+    """Everything but the results. `keep` receives the tensors that must outlive the call."""
+    q, k, v = (unit(x, keep) for x in (operands.q, operands.k, operands.v))
+    call = sized(problem, *_longest(problem, operands))
+    call.recomputed = recomputed(operands)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         place(call, name, tensor)
     _state_layout(call, operands.layout, keep)

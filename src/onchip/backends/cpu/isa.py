@@ -26,6 +26,7 @@ class Library:
     forward: Any = None
     backward: Any = None
     backward_sizes: Any = None  # and one to two int64: chunks of the keys, floats of dq_parts
+    forward_splits: Any = None  # of the keys
     # Bytes of the buffers that forward and backward make.
     forward_memory: Any = None
     backward_memory: Any = None
@@ -83,10 +84,10 @@ def load() -> Library:
     functions = dll.onchip_forward, dll.onchip_backward, dll.onchip_backward_sizes
     for function, arguments in zip(functions, (1, 1, 2), strict=True):
         function.argtypes, function.restype = [ctypes.c_void_p] * arguments, None
-    memories = dll.onchip_forward_memory, dll.onchip_backward_memory
-    for function in memories:
+    numbers = dll.onchip_forward_splits, dll.onchip_forward_memory, dll.onchip_backward_memory
+    for function in numbers:
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
-    return Library(isa, "", *functions, *memories)
+    return Library(isa, "", *functions, *numbers)
 
 
 def status() -> str:

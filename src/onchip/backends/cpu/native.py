@@ -61,21 +61,9 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def shares(problem: Problem) -> int:
-    """Of the keys, whose results are joined: of kernels/plan.h, for sequences of equal lengths and no backward pass."""
-    rows, group, wide = problem.seqlen_q, problem.group, max(problem.dim + problem.dim_v, 1)
-    if problem.num_splits or not rows:
-        return max(problem.num_splits, 1)
-    blocks = (
-        group * -(-rows // _ROWS) if rows >= _ROWS else -(-group // min(group, _ROWS // rows))
-    )  # of a key head
-    heads = problem.batch * problem.heads_k
-    if rows * group <= (
-        4 if isas.load().isa == "neon" else 8
-    ):  # decoding: a piece is all heads of a sequence
-        pieces = problem.batch
-    else:
-        pieces = heads * -(-blocks // max(min(heads * blocks // 32, (1 << 18) // (_ROWS * wide * 4)), 1))
-    return 1 if pieces >= 32 or not pieces else min(-(-32 // pieces), max(problem.seqlen_k // 512, 1))
+    """Of the keys, whose results are joined, for sequences of equal lengths and no backward pass."""
+    call = arguments.sized(problem, problem.seqlen_q, problem.seqlen_k)
+    return isas.load().forward_splits(ctypes.byref(call))
 
 
 def extra_memory(

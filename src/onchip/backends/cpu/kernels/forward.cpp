@@ -307,6 +307,8 @@ EXPORT void onchip_forward(const Call* call) {
   by_dtype[call->dtype](*call);
 }
 
+EXPORT int64_t onchip_forward_splits(const Call* call) { return Plan(*call).splits; }
+
 EXPORT int64_t onchip_forward_memory(const Call* call) {  // bytes that onchip_forward takes
   constexpr int64_t (*by_dtype[])(const Call&) = {memory<FLOAT>, memory<BF16>, memory<FP16>};
   return by_dtype[call->dtype](*call);
