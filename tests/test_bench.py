@@ -1,6 +1,7 @@
 """`onchip.bench`: cases as text and files, implementations checked and measured in turn, tables, files and plots."""
 
 import json
+import math
 import sys
 import types
 
@@ -279,6 +280,24 @@ def test_memory_of_standard_attention_is_quadratic():
     matrix, out = 4 * 1024 * 1024, 4 * 1024 * 8
     assert 2 * matrix <= found["standard"] <= 3 * matrix + 2 * out
     assert out <= found["onchip"]
+
+
+@pytest.mark.parametrize("name", ["longer keys", "packed", "decode", "softcap"])
+def test_memory_has_the_native_kernels_buffers(name):
+    """They are none of torch's allocator's, whose count alone would leave out most of what the others show."""
+    case = WORKLOADS[name]
+    rows = run.run([case], ["onchip-native", "onchip-reference"], "cpu", FAST)
+    if any(row.impl == "onchip-native" and row.note for row in rows):
+        pytest.skip("no native kernels here")
+    cached = {"cache_seqlens": case.k_len} if case.cache else {}
+    score = None if case.softcap is None else onchip.Score(softcap=case.softcap)
+    planned = onchip.plan(*case.shapes, mask=case.make_mask(), score=score, **case.packing(), **cached)
+    q, k, v = (math.prod(shape) for shape in case.shapes)
+    rows_q = q // case.dim
+    results = {"forward": rows_q * (case.value_dim + 1), "backward": q + k + v}
+    for row in rows:
+        if row.impl == "onchip-native":
+            assert row.peak_memory >= 4 * results[row.step] + planned.extra_memory[row.step] > 2**16
 
 
 def test_a_failing_implementation_is_a_note(monkeypatch):

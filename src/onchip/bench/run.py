@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import onchip
-from onchip import devices, exact, traffic
+from onchip import devices, exact, select, traffic
 from onchip.autograd import Call
 from onchip.bench import peers
 from onchip.bench.cases import Case
@@ -45,7 +45,9 @@ class Row:
     error: float | None = None
     checked: str = ""
     ok: bool = True
-    peak_memory: int | None = None  # bytes that torch's allocator gives the call, results among them
+    peak_memory: int | None = (
+        None  # bytes of the call, its results among them: see `_peak` and `_kernels_memory`
+    )
     note: str = ""
 
     @property
@@ -209,7 +211,10 @@ def _timed(
     least = traffic.count(*stated, "minimum", step, score=operands.score)
     where = devices.recognized(torch.cuda.get_device_name()) if device == "cuda" else devices.this_cpu()
     floor = None if where is None else least.floor(where).seconds
-    memory = {one.peer.name: _peak(one.steps[step], device) for one in ready}
+    memory = {
+        one.peer.name: max(_peak(one.steps[step], device), _kernels_memory(one.peer, truth, step))
+        for one in ready
+    }
     told = None if tick is None else (lambda done: tick(f"{case.label}: {step}", done, regime.repeats))
     times = measure({one.peer.name: one.steps[step] for one in ready}, device, regime, told)
     limit = exact.allowed(problem.seqlen_k)
@@ -238,3 +243,18 @@ def _peak(call: Callable[[], object], device: str) -> int:
     events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
     held = itertools.accumulate(size for _, size in sorted(events))
     return max(held, default=0)
+
+
+def _kernels_memory(peer: Peer, truth: Call, step: str) -> int:
+    """Peak bytes of a call of our native kernels, as they state them: their buffers are not of torch's allocator."""
+    native = select.load("native")
+    if peer.name != "onchip-native" and not (peer.name == "onchip" and truth.backend is native):
+        return 0
+    problem, operands = truth.problem, truth.operands
+    q, k, v = operands.q, operands.k, operands.v
+    if step == "forward":
+        rows = q.numel() // problem.dim
+        results = rows * (problem.dim_v * problem.dtype.itemsize + problem.accumulate.itemsize)  # out, lse
+    else:
+        results = sum(x.numel() * x.element_size() for x in (q, k, v))
+    return results + native.extra_memory(problem, operands, step, ("q", "k", "v"))
