@@ -135,6 +135,35 @@ def test_packed_tensors_of_another_shape(packed):
         functions[1](rows, x, *pair)
 
 
+@pytest.mark.parametrize("window", [(None, None), (3, None), (None, 0), (3, 0)])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_side_of_a_window_may_be_none(window, rotary):
+    """None for -1, of every public function that has a window; rotary embedding asks whether there is one."""
+    numbers = tuple(-1 if side is None else side for side in window)
+    q, k, v = qkv(2, 3, 3, 2)
+    starts, rows = cu([0, 3, 6]), [x.flatten(0, 1) for x in (q, k, v)]
+    tables = (torch.rand(9, 4), torch.rand(9, 4)) if rotary else (None, None)
+    old = torch.randn(2, 2, 9, 2, 16)
+
+    def outputs(window_size):
+        options, caches = {"window_size": window_size}, old.clone()
+        yield flash_attn.flash_attn_with_kvcache(
+            q, *caches, k, v, *tables, cache_seqlens=cu([4, 6]), **options
+        )
+        if rotary:
+            return
+        yield flash_attn.flash_attn_func(q, k, v, **options)
+        yield flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options)
+        yield flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options)
+        yield flash_attn.flash_attn_varlen_func(*rows, starts, starts, 3, 3, **options)
+        yield flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(rows, 1), starts, 3, **options)
+        packed = (rows[0], torch.stack(rows[1:], 1))
+        yield flash_attn.flash_attn_varlen_kvpacked_func(*packed, starts, starts, 3, 3, **options)
+
+    for found, want in zip(outputs(window), outputs(numbers), strict=True):
+        assert torch.equal(found, want)
+
+
 def test_numbers_of_numpy():
     """Bindings take them; so do configurations and data loaders give them."""
     q, k, v = qkv(2, 9, 9, 4)

@@ -201,6 +201,31 @@ def test_kvcache_rotary_counts_from_rotary_seqlens():
             torch.testing.assert_close(out[b : b + 1], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options, spread",
+    [
+        ({}, False),
+        ({"causal": True}, True),
+        ({"window_size": (20, -1)}, True),
+        ({"window_size": (None, 20)}, True),
+        ({"attention_chunk": 20}, True),  # FlashAttention-3 takes chunks for a window
+    ],
+)
+def test_kvcache_rotary_stands_queries_behind_one_another_where_a_mask_is_set(options, spread):
+    from test_compat_flash_attn import turned
+
+    angle = torch.rand(30, 4) * 6
+    cos, sin = angle.cos(), angle.sin()
+    q, k, v = qkv(1, 3, 3, 2)
+    k_cache, v_cache = torch.randn(2, 1, 20, 2, 16)
+    out = fa3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=cu([6]), **options
+    )
+    rows = turned(q[0], cos, sin, 6 if spread else [6] * 3, True)[None]
+    want = fa3.flash_attn_func(rows, k_cache[:, :9], v_cache[:, :9], **options)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
 def test_kvcache_with_qv():
     q, k, v = qkv(2, 1, 13, 4, 1, dim=8, dim_v=24)
     qv = torch.randn(2, 1, 4, 24)

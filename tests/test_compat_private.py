@@ -119,6 +119,11 @@ def test_private_pages_and_refusals():
     k, v = (torch.cat([p[table[b]].flatten(0, 1)[:n] for b, n in enumerate(used)]) for p in pages)
     want = fa._flash_attn_varlen_forward(q, k, v, cu(CU_Q), cu([0, 7, 10, 21]), 7, 11, 0.0, 0.25, True)
     torch.testing.assert_close((out, lse), want[:2])
+    learned = fa._flash_attn_varlen_forward(  # as without pages: no gradient, asked for or not
+        q.clone().requires_grad_(), *pages, *args, block_table=table, seqused_k=used
+    )
+    torch.testing.assert_close(learned[:2], (out, lse))
+    assert not learned[0].requires_grad
     with pytest.raises(NotImplementedError, match="leftpad_k"):
         fa._flash_attn_varlen_forward(q, k, v, *args, leftpad_k=used)
     with pytest.raises(NotImplementedError, match="return_softmax"):

@@ -25,11 +25,11 @@ def attend_cache(
     page_table: Tensor | None = None,
     rotary: onchip.Rotary | None = None,
     rotary_start: Tensor | None = None,
-    spread: bool = True,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over a cache. rotary_start: the position of the first new key and query, where it is not
-    cache_seqlens; spread: queries stand behind one another (causal or local), else all at the first position."""
+    cache_seqlens. Under a mask (causal, local, chunks) queries stand behind one another, else all at the first
+    position, as in flash_attn."""
     options["scale"] = number(options.get("scale"))
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     if cache_seqlens is None:
@@ -47,6 +47,7 @@ def attend_cache(
             )
         return _ragged(q, k_cache, v_cache, cu_q, max_q, cache_seqlens=cache_seqlens, k=k, v=v, page_table=page_table,
                        **options)  # fmt: skip
+    spread = options.get("mask") is not None
     if rotary is not None and k is None:
         raise NotImplementedError("rotary_cos: without k and v to append is not supported, as in flash_attn")
     if (

@@ -152,7 +152,7 @@ def flash_attn_with_kvcache(
     """Attention over a cache that k and v are first appended to, in place. The result requires no gradient.
 
     With cu_seqlens_q, q is packed (total_q, heads_q, dim). Rotary turns new keys to rotary_seqlens (cache_seqlens by
-    default) and behind, q to the same where causal or a window is set, else all of q to the first of these positions.
+    default) and behind, q to the same where causal, a window or chunks are set, else all of q to the first of these.
     With return_softmax_lse: out, softmax_lse and two empty tensors, where FlashAttention-3 has its partial results.
     """
     if cu_seqlens_k_new is not None:
@@ -167,7 +167,6 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         rotary=None if rotary_cos is None else onchip.Rotary(rotary_cos, rotary_sin, rotary_interleaved),
         rotary_start=None if rotary_seqlens is None and cache_leftpad is None else start,  # type: ignore[arg-type]
-        spread=causal or any(side is not None and side >= 0 for side in sides(window_size)),
         mask=band(causal, *sides(window_size), chunk=attention_chunk), score=scoring(softcap), scale=softmax_scale,
     )  # fmt: skip
     return (out, lse, out.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out

@@ -189,7 +189,6 @@ def flash_attn_with_kvcache(
     Rotary turns k to its positions, counted from cache_leftpad; q to the same where causal or a window is set, else
     all of q to the position of the first new key.
     """
-    left, right = sides(window_size)
     start = None
     if cache_leftpad is not None and rotary_cos is not None and cache_seqlens is not None:
         start = cache_seqlens - cache_leftpad
@@ -197,9 +196,8 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad, page_table=block_table, num_splits=num_splits,
         rotary=None if rotary_cos is None else onchip.Rotary(rotary_cos, rotary_sin, rotary_interleaved),
-        rotary_start=start,
-        spread=causal or left >= 0 or right >= 0,
-        mask=band(causal, left, right), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
+        rotary_start=start, mask=band(causal, *sides(window_size)), score=scoring(softcap, alibi_slopes),
+        scale=softmax_scale,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
@@ -269,11 +267,12 @@ def _flash_attn_varlen_forward(
     if block_table is not None:
         if dropout_p or return_softmax:
             raise NotImplementedError("block_table: with dropout_p or return_softmax is not supported")
-        out, lse = attend_cache(
-            q, k, v, cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k, cu_q=cu_seqlens_q,
-            max_q=max_seqlen_q, page_table=block_table, cache_leftpad=leftpad_k, num_splits=num_splits,
-            mask=band(causal, *window), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
-        )  # fmt: skip
+        with torch.no_grad():
+            out, lse = attend_cache(
+                q, k, v, cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k, cu_q=cu_seqlens_q,
+                max_q=max_seqlen_q, page_table=block_table, cache_leftpad=leftpad_k, num_splits=num_splits,
+                mask=band(causal, *window), score=scoring(softcap, alibi_slopes), scale=softmax_scale,
+            )  # fmt: skip
         return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device="cpu")
     if leftpad_k is not None:
         raise NotImplementedError(
