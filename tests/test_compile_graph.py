@@ -129,6 +129,17 @@ STAND_INS = {
     "sdpa with a mask": lambda q, k: torch.nn.functional.scaled_dot_product_attention(
         q[:, :, 0], k[:, :, 0], k[:, :, 0], IDS[4:, None] == IDS
     ),
+    "sdpa with other heads of keys than of values": lambda q, k: (
+        torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), heads_first(k, 4), enable_gqa=True
+        )
+    ),
+    "sdpa of three heads of keys": lambda q, k: torch.nn.functional.scaled_dot_product_attention(
+        q.repeat(1, 1, 3, 1).transpose(1, 2),
+        k.transpose(1, 2),
+        k.repeat(1, 1, 2, 1)[:, :, 1:].transpose(1, 2),
+        enable_gqa=True,
+    ),
     "MultiheadAttention": lambda q, k: LAYER(q.flatten(2), q.flatten(2), q.flatten(2))[0],
 }
 LAYER = nn.MultiheadAttention(32, 4, batch_first=True)

@@ -103,10 +103,10 @@ def _broadcast(
         lead = _common(*(s[:-1] for s in shapes))
         heads_q, *heads = (s[-1] for s in shapes)
         if heads[0] != heads[1] and all(n and heads_q % n == 0 for n in heads):
-            k, v = (
-                x.repeat_interleave(math.lcm(*heads) // n, -3) for x, n in zip((k, v), heads, strict=True)
-            )
-            heads = [k.shape[-3], v.shape[-3]]
+            # A common multiple, told without math.lcm, which takes no symbols of a graph.
+            most = max(heads) if max(heads) % min(heads) == 0 else heads_q
+            k, v = (x.repeat_interleave(most // n, -3) for x, n in zip((k, v), heads, strict=True))
+            heads = [most, most]
         leads = [(*lead, n) for n in (heads_q, *heads)]
     else:
         leads = [_common(*shapes)] * 3
