@@ -233,7 +233,7 @@ def test_masks_stay_descriptions(calls):
     model(input_ids=ids, attention_mask=tokens)
     shape = (3, 1, 14, 14)
     made = integration.visible_keys(3, 14, 14, attention_mask=tokens.bool())
-    assert isinstance(made, integration.Visible) and made.shape == shape and made.causal
+    assert isinstance(made, integration.Visible) and made.shape == shape
     with pytest.raises(NotImplementedError, match="computes with its attention mask"):
         made.logical_not()
 
@@ -383,7 +383,6 @@ CAUSAL_MASK = {"batch_size": 1, "q_length": 6, "kv_length": 6}
         ({}, "is_causal=None"),
         ({"mask": {**CAUSAL_MASK, "tree": 1}}, "a mask with tree"),
         ({"mask": torch.ones(1, 6)}, "attention_mask of shape (1, 6)"),
-        ({"mask": CAUSAL_MASK, "is_causal": False}, "is_causal=False contradicts"),
         ({"mask": CAUSAL_MASK, "seqlen_k": 9}, "a mask for 6 keys, but 9 keys"),
     ],
 )
@@ -393,6 +392,42 @@ def test_refuses_by_name(options, named):
             options = {**options, "mask": integration.visible_keys(**options["mask"])}
         attend(**options)
     assert named in str(error.value)
+
+
+def test_beside_a_mask_is_causal_says_nothing():
+    """As in eager: Moonshine hands both over, and False means that the mask has it all."""
+    outs = []
+    for is_causal in (None, False, True):
+        torch.manual_seed(0)
+        outs.append(attend(integration.visible_keys(**CAUSAL_MASK), is_causal=is_causal))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+HUBERT = {"num_feat_extract_layers": 2, "conv_dim": (16, 16), "conv_kernel": (4, 3), "conv_stride": (3, 2)}
+HUBERT |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+MOONSHINE = {n: SMALL[n] for n in ("vocab_size", "hidden_size", "intermediate_size")}
+MOONSHINE |= {f"{side}_{name}": SMALL[name] for side in ("encoder", "decoder")
+              for name in ("num_hidden_layers", "num_attention_heads")}  # fmt: skip
+MOONSHINE |= {"pad_token_id": 0, "decoder_start_token_id": 1}
+
+
+def test_hubert_equals_eager(calls):
+    """It hands its own arguments, return_dict among them, down to attention."""
+    models = pair(transformers.AutoModel, transformers.HubertConfig(**SMALL, **HUBERT))
+    tokens = (torch.arange(120) < torch.tensor([[120], [80]])).long()
+    sound = torch.randn(2, 120)
+    assert_same_gradients(models, [model(sound, attention_mask=tokens).last_hidden_state for model in models])
+    assert len(calls) == 2
+
+
+def test_moonshine_equals_eager(calls):
+    """It hands a mask over and is_causal=False beside it."""
+    models = pair(transformers.AutoModelForSpeechSeq2Seq, transformers.MoonshineConfig(**MOONSHINE))
+    sound, ids = torch.randn(2, 4000), torch.randint(3, 97, (2, 9))
+    assert_same_gradients(
+        models, [model(input_values=sound, decoder_input_ids=ids).logits for model in models]
+    )
+    assert len(calls) == 6
 
 
 def test_a_model_without_masks_says_what_it_is():

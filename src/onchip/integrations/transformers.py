@@ -37,6 +37,8 @@ UNRELATED = {
     "output_hidden_states",
     "output_router_logits",
     "position_ids",
+    "return_dict",  # a model's own argument, which some hand down
+    "seq_idx",  # of recurrent layers beside attention's
     "use_cache",
 }
 
@@ -51,19 +53,18 @@ class Visible(Tensor):
     """Who sees whom, as an onchip mask behind the shape that transformers expects: (batch, 1, seqlen_q, seqlen_k).
 
     It has no elements, so a model that reads or edits its mask gets a NotImplementedError and not a wrong answer.
-    `keys`: the leading keys to attend to (a static cache has unused slots behind them). `causal`: no query sees ahead.
+    `keys`: the leading keys to attend to (a static cache has unused slots behind them).
     """
 
     mask: onchip.Mask | None
     keys: int
-    causal: bool
 
     @staticmethod
-    def of(shape: tuple[int, ...], device: Any, mask: onchip.Mask | None, keys: int, causal: bool) -> Visible:
+    def of(shape: tuple[int, ...], device: Any, mask: onchip.Mask | None, keys: int) -> Visible:
         made: Any = Tensor._make_wrapper_subclass(
             Visible, shape, dtype=torch.bool, device=torch.device(device)
         )
-        made.mask, made.keys, made.causal = mask, keys, causal
+        made.mask, made.keys = mask, keys
         return made
 
     @classmethod
@@ -73,7 +74,7 @@ class Visible(Tensor):
         )
 
     def __repr__(self) -> str:  # Tensor's own would read elements
-        return f"Visible(shape={tuple(self.shape)}, keys={self.keys}, causal={self.causal})"
+        return f"Visible(shape={tuple(self.shape)}, keys={self.keys})"
 
 
 def visible_keys(
@@ -120,7 +121,7 @@ def visible_keys(
             parts = [part for part in (*found.masks(), tokens) if part is not None]
             mask = reduce(operator.and_, parts) if parts else None
             shape = (batch_size, 1, q_length, kv_length)
-            return Visible.of(shape, device, mask, keys, causal=found.right == 0)
+            return Visible.of(shape, device, mask, keys)
     if q_length > 1:
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         size = batch_size * q_length * kv_length
@@ -233,7 +234,8 @@ def attend(
     """The attention function (transformers fixes its signature).
 
     query (batch, heads_q, seqlen_q, dim), key and value (batch, heads_k, seqlen_k, dim) -> (batch, seqlen_q, heads_q,
-    dim) and None for the attention weights, which are never stored. Raises NotImplementedError naming any argument
+    dim) and None for the attention weights, which are never stored. Beside a mask is_causal says nothing, as in
+    transformers' own eager and sdpa (Moonshine then passes False). Raises NotImplementedError naming any argument
     that would change the result and is not supported.
     """
     for name, given in kwargs.items():
@@ -249,10 +251,6 @@ def attend(
         if key.shape[2] != attention_mask.shape[3]:
             raise NotImplementedError(
                 f"onchip: a mask for {attention_mask.shape[3]} keys, but {key.shape[2]} keys"
-            )
-        if is_causal not in (None, attention_mask.causal) and query.shape[2] > 1:
-            raise NotImplementedError(
-                f"onchip: is_causal={is_causal} contradicts the model's mask, {attention_mask}"
             )
         key, value = key[:, :, : attention_mask.keys], value[:, :, : attention_mask.keys]
     elif attention_mask.ndim != 4:
