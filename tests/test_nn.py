@@ -1,8 +1,11 @@
 """onchip.nn: MultiheadAttention against torch's, SelfAttention against itself in other forms."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import onchip
 from onchip.nn import MultiheadAttention, SelfAttention
@@ -100,6 +103,42 @@ def test_dropout_in_training_only():
 def test_refusals(option):
     with pytest.raises(NotImplementedError, match=option):
         MultiheadAttention(16, 4, **{option: True})
+
+
+@pytest.mark.parametrize(
+    "options, error, named",
+    [
+        ({"key_padding_mask": torch.zeros(7, 2).bool()}, ValueError, "key_padding_mask: has shape (7, 2), expected"),
+        ({"key_padding_mask": torch.zeros(2, 6).bool()}, ValueError, "key_padding_mask: has shape (2, 6)"),
+        ({"key_padding_mask": torch.zeros(14)}, ValueError, "key_padding_mask: has shape (14,)"),
+        ({"key_padding_mask": torch.zeros(2, 7).byte()}, TypeError, "key_padding_mask: got torch.uint8"),
+        ({"attn_mask": torch.zeros(7, 5)}, ValueError, "attn_mask: has shape (7, 5), expected (5, 7) or (8, 5, 7)"),
+        ({"attn_mask": torch.zeros(1, 7)}, ValueError, "attn_mask: has shape (1, 7)"),
+        ({"attn_mask": torch.zeros(4, 5, 7)}, ValueError, "attn_mask: has shape (4, 5, 7)"),
+        ({"attn_mask": torch.zeros(5, 7).int()}, TypeError, "attn_mask: got torch.int32"),
+        ({"key": torch.zeros(7, 16)}, ValueError, "key: has shape (7, 16), expected 3 dims"),
+    ],
+)  # fmt: skip
+def test_masks_of_other_shapes_or_dtypes_are_errors(options, error, named):
+    """None is reshaped to what it is not: (seqlen_k, batch) has as many numbers as (batch, seqlen_k)."""
+    inputs = {"query": torch.zeros(5, 2, 16), "key": torch.zeros(7, 2, 16), "value": torch.zeros(7, 2, 16)}
+    with pytest.raises(error, match=re.escape(named)):
+        MultiheadAttention(16, 4)(**{**inputs, **options})
+
+
+def test_masks_are_one_graph_for_every_length():
+    torch._dynamo.reset()
+    layer = MultiheadAttention(16, 4)
+    compiled = torch.compile(layer, backend=(seen := CompileCounter()), fullgraph=True, dynamic=True)
+    for seqlen_q, seqlen_k in ((5, 7), (9, 12), (11, 8)):
+        q, k = torch.randn(seqlen_q, 2, 16), torch.randn(seqlen_k, 2, 16)
+        masks = {
+            "key_padding_mask": torch.zeros(2, seqlen_k).bool(),
+            "attn_mask": torch.randn(8, seqlen_q, seqlen_k),
+        }
+        masks["key_padding_mask"][1, 5:] = True
+        torch.testing.assert_close(compiled(q, k, k, **masks)[0], layer(q, k, k, **masks)[0])
+    assert seen.frame_count == 1
 
 
 LAYERS = {

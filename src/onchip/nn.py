@@ -51,8 +51,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask (batch, seqlen_k) and attn_mask (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k):
         bool, True = hidden (as in torch), or floating, added to the scores. is_causal: attn_mask, if given, is the
         causal mask, and need not be read. Returns out, shaped as query, and the weights (batch, seqlen_q, seqlen_k),
-        per head (batch, heads, ...) with average_attn_weights=False, or None.
+        per head (batch, heads, ...) with average_attn_weights=False, or None. Raises ValueError or TypeError for masks
+        of other shapes or dtypes.
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != query.dim() or x.dim() not in (2, 3):
+                raise ValueError(
+                    f"{name}: has shape {tuple(x.shape)}, expected 3 dims, or 2 without batch, of all"
+                )
         if query.dim() == 2:
             padding = None if key_padding_mask is None else key_padding_mask[None]
             parts = self._attend(
@@ -79,12 +85,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         mask, bias = causal(align="top_left") if is_causal else None, None
         if is_causal:
             attn_mask = None
-        for given, shape in ((padding, (query.shape[0], 1, 1, -1)), (attn_mask, None)):
+        batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
+        if padding is not None:
+            _check_mask("key_padding_mask", padding, (batch, seqlen_k))
+            padding = padding[:, None, None]
+        if attn_mask is not None:
+            each = (batch * self.num_heads, seqlen_q, seqlen_k)
+            _check_mask("attn_mask", attn_mask, (seqlen_q, seqlen_k), each)
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+        for given in (padding, attn_mask):
             if given is None:
                 continue
-            if shape is None:
-                shape = (-1, self.num_heads, *given.shape[1:]) if given.dim() == 3 else given.shape
-            given = given.reshape(shape)
             if given.dtype is torch.bool:
                 mask = dense(~given) if mask is None else mask & dense(~given)
             else:
@@ -103,6 +115,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [linear(x, w, b) for x, w, b in zip(inputs, matrices, biases, strict=True)]
+
+
+def _check_mask(name: str, given: Any, *shapes: tuple[int, ...]) -> None:
+    """Here, since what attention is given has other names and dimensions."""
+    if not isinstance(given, Tensor) or not (given.dtype is torch.bool or given.is_floating_point()):
+        found = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{name}: got {found}, expected a tensor of bool or a floating dtype")
+    if not any(tuple(given.shape) == shape for shape in shapes):
+        want = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"{name}: has shape {tuple(given.shape)}, expected {want}")
 
 
 def _weights(q: Tensor, k: Tensor, mask: Mask | None, score: Score | None) -> Tensor:
