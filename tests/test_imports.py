@@ -47,6 +47,26 @@ def run(*args, **variables):
     return done.stdout
 
 
+def test_a_plan_for_any_gpu_says_that_triton_is_not_here():
+    """Hopper's kernels need it too, and so do the tables of tiles that a plan of either is made of."""
+    code = """
+import torch, onchip
+from onchip import devices
+q, seen = (1, 8192, 8, 64), []
+for name in devices.NAMES:
+    for dtype in (torch.float32, torch.bfloat16):
+        for backend in (None, "hopper", "triton"):
+            if name == "cpu":
+                continue
+            try:
+                print(onchip.plan(q, q, q, mask=onchip.causal(), dtype=dtype, device=name, backend=backend))
+            except NotImplementedError as error:
+                seen.append("triton is not installed" in str(error) or "no Hopper GPU" in str(error))
+assert len(seen) == 6 * (len(devices.NAMES) - 1) and all(seen), seen
+"""
+    run("-c", BLOCK + code)
+
+
 def test_runs_without_optional_packages():
     code = """
 import torch, onchip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from onchip import devices, select
@@ -28,6 +30,10 @@ def choose(problem: Problem, name: str | None, device: str | None) -> tuple[str,
     refused = hopper.refuse_shape(problem)
     if devices.device(device).capability != 9:
         refused = f"the {device} is no Hopper GPU (compute capability 9.0)"
+    elif (
+        importlib.util.find_spec("triton") is None
+    ):  # its tables, and the backward pass's, are in modules that need it
+        refused = "triton is not installed"
     reason = refused or hopper.yields(problem)
     if reason is not None:
         reasons["hopper"] = reason
