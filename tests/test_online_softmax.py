@@ -79,7 +79,17 @@ def test_huge_scores_neither_overflow_nor_vanish():
 
 
 def test_wrong_input():
-    for scores in ("abc", 3, torch.ones(3, dtype=torch.int64), torch.tensor(1.0)):
+    ragged, words, nothing = [[1.0], [1.0, 2.0]], ["a"], [None]
+    for scores in (
+        "abc",
+        3,
+        ragged,
+        words,
+        nothing,
+        [10**400],
+        torch.ones(3, dtype=torch.int64),
+        torch.tensor(1.0),
+    ):
         with pytest.raises(TypeError, match="scores"):
             summary(scores)
     for pair in (3, (1.0,), (1.0, "2"), (True, 1.0), [1.0, 2.0], (torch.ones((), dtype=torch.int64), 1.0)):

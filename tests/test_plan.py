@@ -269,6 +269,10 @@ def test_traffic_of_a_plan():
     assert not mask.cache
     with pytest.raises(ValueError, match="algorithm"):
         plan.passes("flash9")
+    cached = onchip.plan((2, 1, 4, 16), shape, shape, cache_seqlens=600)
+    for one, step, words in ((plan, "both", "'forward' or 'backward'"), (cached, "backward", "'forward'")):
+        with pytest.raises(ValueError, match=f"step: got '{step}', expected {words}$"):
+            one.floor(step)
 
 
 def test_what_it_prints_of_traffic_and_memory():

@@ -34,7 +34,10 @@ def summary(scores: Tensor | Sequence[float]) -> Summary:
     if not isinstance(scores, Tensor):
         if isinstance(scores, str) or not isinstance(scores, Sequence):
             raise TypeError(f"scores: got {type(scores).__name__}, expected a tensor or a list of numbers")
-        scores = torch.tensor(scores, dtype=torch.float64, device="cpu")
+        try:
+            scores = torch.tensor(scores, dtype=torch.float64, device="cpu")
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(f"scores: got a list that is not of numbers ({error})") from None
     if not scores.is_floating_point() or scores.dim() == 0:
         raise TypeError(
             f"scores: got a {scores.dtype} tensor of {scores.dim()} dims, expected floating point of at least 1"

@@ -98,7 +98,10 @@ class Plan:
         What its traffic leaves out of the mask and the score is read once on top; what is appended to a cache is read
         and written.
         """
-        found = self.passes("minimum")[step].floor(self.device)
+        passes = self.passes("minimum")
+        if step not in passes:
+            raise ValueError(f"step: got {step!r}, expected {' or '.join(map(repr, passes))}")
+        found = passes[step].floor(self.device)
         return replace(found, memory=found.memory + (self.held + 2 * self.appended) / self.device.bandwidth)
 
     @property
