@@ -307,8 +307,15 @@ def test_recorded_workloads(tmp_path):
         onchip.attention_varlen(packed, packed, packed, cu_seqlens_q=cu, cu_seqlens_k=cu)
     sizes = {"batch": 2, "seqlen_q": 33, "seqlen_k": 70, "heads_q": 4, "heads_k": 2, "dim": 8, "dim_v": 24}
     first, second, third, fourth = seen.cases
-    assert first == Case("call 0", **sizes, mask="window(9, 0)", softcap=2.0, what="both", calls=3)
-    assert second == Case("call 1", **sizes, dropout=0.1)
+    assert first == Case(
+        "call 0: b2 N33x70 h4/2 d8 window(9, 0)",
+        **sizes,
+        mask="window(9, 0)",
+        softcap=2.0,
+        what="both",
+        calls=3,
+    )
+    assert second == Case("call 1: b2 N33x70 h4/2 d8 full", **sizes, dropout=0.1)
     assert third.cache and (third.seqlen_q, third.k_len, third.mask) == (1, 60, "window(None, 0)")
     assert fourth.lengths == (5, 0, 15) and not fourth.lengths_k
     seen.save(tmp_path / "cases.json")

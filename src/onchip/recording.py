@@ -29,7 +29,7 @@ class Recorder:
 
     @property
     def cases(self) -> list[Case]:
-        found = [replace(case, calls=n, name=f"call {i}") for i, (case, n) in enumerate(self._seen.values())]
+        found = [_named(case, i, n) for i, (case, n) in enumerate(self._seen.values())]
         return sorted(found, key=lambda case: -case.calls)
 
     def save(self, path: str | Path) -> None:
@@ -52,6 +52,12 @@ class Recorder:
                 self._seen[key] = (replace(case, mask=kept), 0)
             first, count = self._seen[key]
             self._seen[key] = (first, count + 1)
+
+
+def _named(case: Case, number: int, calls: int) -> Case:
+    """Its number in the order of first calls, and its sizes, by which a table's reader knows it."""
+    sizes = replace(case, name="", without=()).label
+    return replace(case, calls=calls, name=f"call {number}: {sizes}")
 
 
 def _shares(mask: str | Mask) -> tuple[float, ...]:
