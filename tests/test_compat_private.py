@@ -8,7 +8,9 @@ import onchip.compat.flash_attn as flash_attn
 from checks import qkv
 from onchip import select
 from onchip.backends import cpu
+from onchip.compat import flash_attn_interface as fa3
 from onchip.compat.flash_attn import flash_attn_interface as fa
+from onchip.compat.flash_attn.cute import interface as cute
 from test_compat_flash_attn import CU_K, CU_Q, cu
 
 
@@ -106,6 +108,30 @@ def test_private_backward_of_a_backend_that_leaves_it_to_another(monkeypatch):
         grads.append([torch.empty_like(x) for x in (q, k, v)])
         fa._flash_attn_backward(dout, q, k, v, out, lse, *grads[-1], *common, True)
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_private_entry_points_take_and_give_no_gradient(version):
+    """Whatever requires one: what they are given, and what they fill."""
+    q, k, v, dout = (torch.randn(2, 5, 4, 16, requires_grad=True) for _ in "qkvd")
+    given = [torch.full_like(q, torch.nan).requires_grad_() for _ in "qkvo"]
+    common = (0.0, 0.25, True, -1, -1, 0.0, None)
+    if version == 2:
+        found = fa._flash_attn_forward(q, k, v, *common, False)
+        delta = fa._flash_attn_backward(dout, q, k, v, *found[:2], *given[:3], *common, True)
+    elif version == 3:
+        found = fa3._flash_attn_forward(q, k, v, out_=given[3], causal=True)
+        targets = dict(zip(("dq", "dk", "dv"), given, strict=False))
+        delta = fa3._flash_attn_backward(dout, q, k, v, *found[:2], **targets, is_causal=True)
+    else:
+        found = cute._flash_attn_fwd(q, k, v, out=given[3], causal=True)
+        targets = dict(zip(("dq", "dk", "dv"), given, strict=False))
+        (delta, *_) = cute._flash_attn_bwd(q, k, v, found[0], dout, found[1], causal=True, **targets)
+    want = flash_attn.flash_attn_func(q, k, v, causal=True)
+    torch.testing.assert_close(found[0], want)
+    for ours, truth in zip(given, torch.autograd.grad(want, (q, k, v), dout), strict=False):
+        torch.testing.assert_close(ours.detach(), truth, rtol=1e-5, atol=1e-5)
+    assert delta.grad_fn is None and found[0].grad_fn is None
 
 
 def test_private_pages_and_refusals():

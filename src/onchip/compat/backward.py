@@ -13,6 +13,7 @@ from onchip.inputs import varlen_layout
 from onchip.problem import Operands, Saved, check_types
 
 
+@torch.no_grad()
 def gradients(
     dout: Tensor,
     q: Tensor,
@@ -38,7 +39,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, written to the targets that are given, and softmax_d, the row sums of dout * out.
 
-    out and lse may be those of a larger set of keys, of which k and v are a part.
+    out and lse may be those of a larger set of keys, of which k and v are a part. No result requires a gradient.
     """
     shapes = [x.shape for x in (q, k, v)]
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
@@ -54,9 +55,8 @@ def gradients(
         lengths = (None,) * 4
     rest = (mask, score, scale, dropout, seed, deterministic)
     lse = lse.contiguous()  # backends step through its rows as their own forward pass lays them out
-    with torch.no_grad():
-        run: Any = ops.gradients if ops.traced() else _run
-        found = run(dout, dlse, out, lse, q, k, v, lengths, (max_q, max_k), *rest, None)
+    run: Any = ops.gradients if ops.traced() else _run
+    found = run(dout, dlse, out, lse, q, k, v, lengths, (max_q, max_k), *rest, None)
     results = []
     for target, shape, grad in zip(targets, shapes, found, strict=True):
         grad = grad.view(shape)

@@ -215,7 +215,7 @@ def _flash_attn_forward(
                 cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k, used_q=seqused_q,
                 used_k=seqused_k,
             )  # fmt: skip
-    out = out if out_ is None else out_.copy_(out)
+        out = out if out_ is None else out_.copy_(out)
     return out, lse, out.new_empty(0), lse.new_empty(0)
 
 

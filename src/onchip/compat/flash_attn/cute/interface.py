@@ -182,8 +182,8 @@ def _flash_attn_fwd(
             score=_score(softcap, learnable_sink, score_mod, None, aux_tensors), scale=softmax_scale,
             deterministic=True, num_splits=num_splits,
         )  # fmt: skip
-    made = made if out is None else out.copy_(made)
-    return made, row_lse if lse is None else lse.copy_(row_lse), None, None
+        made = made if out is None else out.copy_(made)
+        return made, row_lse if lse is None else lse.copy_(row_lse), None, None
 
 
 def _flash_attn_bwd(
