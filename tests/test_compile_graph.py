@@ -53,6 +53,9 @@ CALLS = {
     ),
     "where with a tensor": attend(mask=TABLE & onchip.causal()),
     "mod": attend(score=onchip.Score(mod=FADE)),
+    "mod made inside": lambda q, k, v: onchip.attention(
+        q, k, v, score=onchip.Score(mod=onchip.mod(lambda s, b, h, q, k, t: s * t[h], q[0, 0, :, 0].detach()))
+    ),
     "documents": attend(mask=onchip.documents(IDS[4:], ids_k=IDS)),
     "dense": attend(mask=onchip.dense(IDS[4:, None] == IDS)),
     "blocks": attend(mask=onchip.block_sparse(torch.tensor([[True, False, True], [False, True, True]]), (6, 5))),
@@ -376,7 +379,7 @@ MASKS = {
 def test_masks_come_back_as_they_were_written(name):
     text, ints, tensors = spec.write(MASKS[name], FADE)
     mask, mod = spec.read(text, ints, tensors)
-    assert repr(mask) == repr(MASKS[name]) and (mod.fn, mod.grad) == (FADE.fn, FADE.grad)
+    assert repr(mask) == repr(MASKS[name]) and (mod.fn, mod.slope_fn) == (FADE.fn, FADE.slope_fn)
     q, k, v = inputs()
     want = onchip.attention(q, k, v, mask=MASKS[name], score=onchip.Score(mod=FADE))
     torch.testing.assert_close(onchip.attention(q, k, v, mask=mask, score=onchip.Score(mod=mod)), want)

@@ -221,6 +221,12 @@ def derivative(fn: Callable[..., Any], n_tensors: int) -> Callable[..., Any]:
     return _compile(f"def {name}({', '.join(names)}):\n    return {body}\n", name)
 
 
+@as_constant
+def check_derivable(fn: Callable[..., Any], n_tensors: int) -> None:
+    """Raise ValueError where `derivative` does."""
+    derivative(fn, n_tensors)
+
+
 def _compile(source: str, name: str) -> Callable[..., Any]:
     """A function from source text that inspect.getsource can read back, as kernel compilers need."""
     filename = f"<onchip derivative {hashlib.sha256(source.encode()).hexdigest()[:16]}>"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from onchip.plain import check_closed, derivative, on_device, on_tensors
+from onchip.plain import check_closed, check_derivable, derivative, on_device, on_tensors
 
 if TYPE_CHECKING:
     from onchip.mask import Region
@@ -21,14 +21,19 @@ class Mod:
     """A plain function of the score and its derivative; build it with `mod`."""
 
     fn: Callable[..., Any]
-    grad: Callable[..., Any]
+    grad: Callable[..., Any] | None  # None: it is derived
     args: tuple[Tensor, ...]
+
+    @property
+    def slope_fn(self) -> Callable[..., Any]:
+        """d fn / d score, of fn's arguments."""
+        return self.grad or derivative(self.fn, len(self.args))
 
     def __call__(self, score: Tensor, region: Region) -> Tensor:
         return self._run(self.fn, score, region)
 
     def slope(self, score: Tensor, region: Region) -> Tensor:
-        return self._run(self.grad, score, region)
+        return self._run(self.slope_fn, score, region)
 
     def _run(self, fn: Callable[..., Any], score: Tensor, region: Region) -> Tensor:
         try:
@@ -61,7 +66,9 @@ def mod(fn: Callable[..., Any], *tensors: Tensor, grad: Callable[..., Any] | Non
                 f"mod: tensors[{i}] requires grad, expected none; detach it or use Score(bias=...)"
             )
     check_closed("mod", fn)
-    return Mod(fn, grad or derivative(fn, len(tensors)), tensors)
+    if grad is None:
+        check_derivable(fn, len(tensors))
+    return Mod(fn, grad, tensors)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onchip import masks, rules
 from onchip.mask import Blocks, Dense, Documents, Mask, Rows, Union, Where
-from onchip.plain import as_constant
+from onchip.plain import as_constant, derivative
 from onchip.score import Mod
 
 Spec = tuple[str, list[int], list[Tensor]]
@@ -41,6 +41,11 @@ def _number(fn: Callable[..., Any]) -> int:
     return len(_functions) - 1
 
 
+@as_constant
+def _number_of_slope(fn: Callable[..., Any], n_tensors: int) -> int:
+    return _number(derivative(fn, n_tensors))
+
+
 def write(mask: Mask | None, mod: Mod | None) -> Spec:
     """(text, integers, tensors) of a mask and a modification of the score."""
     words: list[str] = []
@@ -51,7 +56,7 @@ def write(mask: Mask | None, mod: Mod | None) -> Spec:
     if mod is not None:
         words.append(f"mod {len(mod.args)}")
         ints.append(_number(mod.fn))
-        ints.append(_number(mod.grad))
+        ints.append(_number_of_slope(mod.fn, len(mod.args)) if mod.grad is None else _number(mod.grad))
         tensors.extend(mod.args)
     return " ".join(words), ints, tensors
 

@@ -248,7 +248,7 @@ class Launch:
     @cached_property
     def mod_grad(self) -> Any:
         mod = self.operands.score.mod
-        return None if mod is None else emit.mod_function(mod.grad, mod.args)  # type: ignore[union-attr]
+        return None if mod is None else emit.mod_function(mod.slope_fn, mod.args)  # type: ignore[union-attr]
 
     @cached_property
     def drop(self) -> Drop | None:
