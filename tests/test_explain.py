@@ -99,9 +99,9 @@ def test_the_copy_has_these_templates_and_figures(copy, monkeypatch):
     fresh = build.document({**numbers, "grid": index}, data)
     assert packed.sub(r"\1", text) == packed.sub(r"\1", fresh), AGAIN
     if TRITON:  # the tiles of a machine without a GPU, wherever this runs
-        from onchip.backends.triton import arguments
+        from onchip.backends.triton import planning
 
-        monkeypatch.setattr(arguments, "device_facts", lambda index: arguments.Facts(9, 4, ""))
+        monkeypatch.setattr(planning, "device_facts", lambda index: planning.Facts(9, 4, ""))
     now = json.loads(json.dumps(figures.figures(numbers["backend"] if TRITON else "cpu", cpu=False)))
     same = now if TRITON else {"devices", "memory", "rooflines", "runs", "series"}
     assert {name: numbers[name] for name in same} == {name: now[name] for name in same}, AGAIN

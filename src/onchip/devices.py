@@ -251,6 +251,12 @@ def recognized(name: str) -> Device | None:
     return next((d for known, d in _KNOWN.items() if re.search(rf"\b{known.upper()}\b", words)), None)
 
 
+def this_gpu() -> str | None:
+    """The name of the known device that this machine's first GPU is."""
+    found = recognized(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+    return None if found is None else found.name
+
+
 @lru_cache(maxsize=1)
 def this_cpu() -> Device:
     """This machine's CPU: rates and bandwidths measured now (about a second), sizes as the system states them."""

@@ -149,7 +149,7 @@ def chosen_tiles(problem: Problem, name: str, device: str | None = None) -> Tile
     """A backend's forward tiles: here, or for Triton on another known GPU, by whose capability its table goes."""
     if device is None or name != "triton":
         return select.load(name).tiles(problem)
-    from onchip.backends.triton.arguments import known_facts
+    from onchip.backends.triton.planning import known_facts
     from onchip.backends.triton.table import config
 
     found = config(problem, "forward", known_facts(device), problem.seqlen_q)
@@ -162,8 +162,7 @@ def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | 
     Lists of tiles are made where the mask holds more than bands and intervals; over a
     cache, whose lengths are on the device, there are none.
     """
-    from onchip.backends.triton.arguments import known_facts
-    from onchip.backends.triton.forward_pass import shares
+    from onchip.backends.triton.planning import known_facts, shares
     from onchip.backends.triton.table import packs
 
     pack = packs(problem, by_head)
@@ -211,7 +210,7 @@ def _triton_backward(
     The gradient of a bias is one more, through every tile. It is taken to read a tile's rows anew, as it does where the
     bias has keys; of packed sequences it visits the tiles of the longest, which is left out.
     """
-    from onchip.backends.triton.arguments import known_facts
+    from onchip.backends.triton.planning import known_facts
     from onchip.backends.triton.table import config, separate
 
     def own(name: str) -> Tiles:

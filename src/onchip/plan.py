@@ -225,7 +225,7 @@ def plan(
 
     Raises what the call would raise, NotImplementedError where no backend serves the problem included.
     """
-    from onchip import another, orders, traffic
+    from onchip import devices, orders, traffic
 
     options: dict[str, Any] = {"scale": scale, "dropout": dropout, "deterministic": deterministic}
     over_cache = cache_seqlens is not None
@@ -251,8 +251,8 @@ def plan(
     options["device"] = where if known is None else _home(whole)
     problem = problems.state(*three, place, kind, mask, score, **options)
     problem = replace(problem, device=where, k_bounded=over_cache and where != "cpu")
-    elsewhere = None if known == another.this_gpu() else known
-    name, refusals = another.choose(problem, backend, elsewhere)
+    elsewhere = None if known == devices.this_gpu() else known
+    name, refusals = select.choose(problem, backend, elsewhere), select.refusals(problem, elsewhere)
     module = select.load(name)
     tiles = orders.sweeps(_counted(problem, whole), backend=name, mask=whole, device=elsewhere)[0].tiles
     # A copy has room of its own for the schedules of other algorithms: the mask keeps those of its calls.

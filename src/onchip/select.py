@@ -32,10 +32,11 @@ def backward_of(backend: Backend) -> Backend:
     return backend if name is None else load(name)
 
 
-def _reason(name: str, problem: Problem, automatic: bool) -> str | None:
+def _reason(name: str, problem: Problem, automatic: bool, device: str | None) -> str | None:
     """Why a backend does not run a problem; None where it does."""
     backend = load(name)
-    reason = backend.refuse(problem)
+    elsewhere = None if device is None else getattr(backend, "refuse_on", None)
+    reason = backend.refuse(problem) if elsewhere is None else elsewhere(problem, device)
     if reason is None and automatic and hasattr(backend, "yields"):
         return backend.yields(problem)  # type: ignore[attr-defined]
     return reason
@@ -46,17 +47,20 @@ def check_name(name: object) -> None:
         raise ValueError(f"backend: got {name!r}, expected None or one of {', '.join(map(repr, BACKENDS))}")
 
 
-def refusals(problem: Problem) -> dict[str, str]:
-    """Backend -> reason, for every backend that would not run this problem by itself."""
-    reasons = {name: _reason(name, problem, automatic=True) for name in BACKENDS}
+def refusals(problem: Problem, device: str | None = None) -> dict[str, str]:
+    """Backend -> reason, for every backend that would not run this problem by itself: here, or on a known GPU."""
+    reasons = {name: _reason(name, problem, True, device) for name in BACKENDS}
     reasons["reference"] = reasons["reference"] or "it is dense, N x N, and runs only by name"
     if problem.device == "cpu":
         reasons["triton"] = reasons["triton"] or "it is interpreted, and runs only by name"
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def choose(problem: Problem, name: str | None = None) -> str:
-    """The named backend, or the first that serves the problem. NotImplementedError with the reasons if it refuses."""
+def choose(problem: Problem, name: str | None = None, device: str | None = None) -> str:
+    """The named backend, or the first that serves the problem: on this machine, or on a known GPU that is not here.
+
+    NotImplementedError with the reasons if it refuses.
+    """
     if name is not None:
         check_name(name)
         candidates = (name,)
@@ -64,10 +68,13 @@ def choose(problem: Problem, name: str | None = None) -> str:
         candidates = ("native", "cpu") if problem.device == "cpu" else AUTOMATIC
     reasons = {}
     for candidate in candidates:
-        reason = _reason(candidate, problem, automatic=name is None)
+        reason = _reason(candidate, problem, name is None, device)
         if reason is None:
             return candidate
         reasons[candidate] = reason
     report = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
-    what = "no backend serves this problem" if name is None else f"backend {name!r} refuses this problem"
+    where = "" if device is None else f" on the {device}"
+    what = (
+        f"no backend serves this problem{where}" if name is None else f"backend {name!r} refuses this problem"
+    )
     raise NotImplementedError(f"{what} ({report})")

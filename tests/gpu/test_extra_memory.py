@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 import onchip
 from onchip import problem as problems, traffic
 from onchip.backends import triton as backend
-from onchip.backends.compiled import arguments
-from onchip.backends.compiled.terms import Lists
+from onchip.backends.compiled import arguments, intervals
+from onchip.backends.compiled.lists import Lists
 from onchip.backends.triton.launch import Step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,8 +77,8 @@ def held_by(run, results, mask, monkeypatch):
     run()
     lists, held = kept_lists(mask), Held()
     with monkeypatch.context() as patch:
-        for name in ("rows", "mask_function"):  # on the way to a mask's intervals
-            patch.setattr(arguments, name, without("looks", getattr(arguments, name), held))
+        for module, name in ((intervals, "rows"), (arguments, "mask_function")):  # on the way to intervals
+            patch.setattr(module, name, without("looks", getattr(module, name), held))
         patch.setattr(Step, "run", without("sees", Step.run, held))  # the interpreter's own copies
         with held:
             found = run()

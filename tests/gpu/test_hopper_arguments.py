@@ -4,7 +4,7 @@ import torch
 
 import onchip
 from onchip import problem as problems
-from onchip.backends.compiled import arguments, lists
+from onchip.backends.compiled import arguments, intervals, lists
 from onchip.problem import Operands
 from onchip.schedule import Tiles
 
@@ -28,13 +28,13 @@ def test_kernels_step_through_the_heads_of_sinks_and_slopes():
 def test_rows_are_intersected():
     mask = onchip.chunked(8) & onchip.padding(torch.tensor([30, 11]))
     problem, given = operands(mask)
-    made = arguments.rows(problem, given)
+    made = intervals.rows(problem, given)
     q = torch.arange(40)
     lo = torch.as_strided(made.lo, (2, 40), (made.batch, made.row))
     hi = torch.as_strided(made.hi, (2, 40), (made.batch, made.row))
     assert torch.equal(lo, (q // 8 * 8).int().expand(2, 40))
     assert torch.equal(hi, torch.minimum(q // 8 * 8 + 8, torch.tensor([[30], [11]])).int())
-    assert arguments.rows(*operands()) == (None, None, 0, 0)
+    assert intervals.rows(*operands()) == (None, None, 0, 0)
 
 
 def test_lists_of_rows_on_request():

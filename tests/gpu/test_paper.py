@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onchip.backends.triton import forward_pass, launch, table, tune
+from onchip.backends.triton import forward_pass, launch, planning, table, tune
 from onchip.backends.triton.table import Config
 from onchip.bench import paper, peers, run
 from onchip.bench.cases import Case
@@ -44,7 +44,7 @@ def test_each_block_is_what_runs(call, monkeypatch):
     assert list(found) == [32, 64, 128] and all(seconds == 1.0 for _, seconds in found.values())
     assert [one.chosen.tile_n for one in ran] == [32, 64, 128]
     assert [one.chosen.tile_m for one in ran] == [tiles.tile_m for tiles, _ in found.values()]
-    assert forward_pass.config is table.config
+    assert planning.config is table.config
 
 
 def test_times_are_measured(call):
@@ -61,7 +61,7 @@ def test_a_block_that_does_not_fit_has_no_time(call, monkeypatch):
         None,
         None,
     ]
-    assert forward_pass.config is table.config
+    assert planning.config is table.config
 
 
 @pytest.mark.parametrize("present", [*table.TABLE.values(), *table.SMALL.values()])
@@ -78,7 +78,7 @@ def test_tiles_within_what_fits(present):
 def test_the_hook_lets_other_passes_be(monkeypatch):
     chosen = Config(16, 16, 4, 1)
     monkeypatch.setattr(table, "config", lambda problem, step, *more: step)
-    for module in (forward_pass, tune.backward_pass):
+    for module in (planning, tune.backward_pass):
         monkeypatch.setattr(module, "config", table.config)
-    found = tune.using("dq", chosen, lambda: [forward_pass.config(None, step) for step in ("forward", "dq")])
+    found = tune.using("dq", chosen, lambda: [planning.config(None, step) for step in ("forward", "dq")])
     assert found == ["forward", chosen]

@@ -13,8 +13,9 @@ class Backend(Protocol):
     """A module that computes attention. It never falls back: what it cannot do, it refuses with a reason.
 
     A module may besides have: `BACKWARD`, the name of the backend that runs its backward pass; `yields(problem)`,
-    why it is not chosen unless named, though it could; `append(layout, q, k_cache, v_cache, k, v, rotary)`, which
-    writes new keys into a cache; `sweeps`, `copies` and `status`, what `plan` and `onchip doctor` ask.
+    why it is not chosen unless named, though it could; `refuse_on(problem, device)`, the same as `refuse` on a
+    known GPU that is not here; `append(layout, q, k_cache, v_cache, k, v, rotary)`, which writes new keys into a cache;
+    `sweeps`, `copies` and `status`, what `plan` and `onchip doctor` ask.
     """
 
     def refuse(self, problem: Problem) -> str | None:

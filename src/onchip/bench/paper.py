@@ -109,10 +109,10 @@ def loop_times(call: Call, sizes: list[int], device: str, regime: Regime, told: 
 
 def kernel_times(call: Call, sizes: list[int], device: str, regime: Regime, told: Any) -> Timed:
     """The Triton kernel's forward pass, one block size after the other: each change prepares its launches anew."""
-    from onchip.backends.triton import arguments, forward_pass, table, tune
+    from onchip.backends.triton import forward_pass, planning, table, tune
 
     problem, operands = call.problem, call.operands
-    facts = arguments.device_facts(operands.q.device.index or 0)
+    facts = planning.device_facts(operands.q.device.index or 0)
     present = table.config(problem, "forward", facts, problem.seqlen_q)
     found: Timed = {}
     for n in sizes:

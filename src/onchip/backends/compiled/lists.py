@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from onchip import capture, rules, schedule
-from onchip.backends.compiled.terms import Lists
 from onchip.mask import Region
 from onchip.problem import Operands, Problem
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+
+
+class Lists(NamedTuple):
+    """Tiles to visit in each row of tiles: the partial ones, then the full ones."""
+
+    tiles: Any
+    counts: Any  # [..., 2] partial, full
+    batch: Any
+    head: Any
+    row: Any
 
 
 def needed(problem: Problem, by_key: bool, rows: bool = False) -> bool:

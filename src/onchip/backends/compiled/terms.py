@@ -1,6 +1,7 @@
 """A kernel's view of a mask and of what modifies a score.
 
-Every structure is a NamedTuple whose absent fields are None and vanish when a kernel is compiled.
+Every structure, here and in `lists` and `intervals`, is a NamedTuple whose absent fields are None and vanish when a
+kernel is compiled.
 """
 
 from typing import Any, NamedTuple
@@ -8,26 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from onchip.backends.compiled.intervals import Rows
 from onchip.backends.compiled.rules import allow, modify, tanh
-
-
-class Rows(NamedTuple):
-    """Keys [lo, hi) of each query, one of them may be absent; (batch, row) strides."""
-
-    lo: Any = None
-    hi: Any = None
-    batch: Any = 0
-    row: Any = 0
-
-
-class Lists(NamedTuple):
-    """Tiles to visit in each row of tiles: the partial ones, then the full ones."""
-
-    tiles: Any
-    counts: Any  # [..., 2] partial, full
-    batch: Any
-    head: Any
-    row: Any
 
 
 class Scores(NamedTuple):

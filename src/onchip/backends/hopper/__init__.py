@@ -24,6 +24,14 @@ def refuse(problem: Problem) -> str | None:
     return _machine() or refuse_shape(problem)
 
 
+def refuse_on(problem: Problem, device: str) -> str | None:
+    from onchip import devices
+
+    if devices.device(device).capability != 9:
+        return f"the {device} is no Hopper GPU (compute capability 9.0)"
+    return refuse_shape(problem)
+
+
 @cache
 def _machine() -> str | None:
     """The reasons that depend on the machine alone."""
@@ -88,7 +96,7 @@ def extra_memory(
     """Of the forward pass: what a mask of more than a band becomes, and a copy of v where nobody sees some key."""
     if not set(problem.mask_parts) - {"band"}:
         return 0
-    from onchip.backends.compiled import arguments, lists
+    from onchip.backends.compiled import intervals, lists
     from onchip.backends.hopper.table import config
     from onchip.backends.hopper.unseen import hides
     from onchip.backends.hopper.variant import packs
@@ -97,9 +105,7 @@ def extra_memory(
     pack = packs(problem, chosen.tile_m, operands.mask.dependence(problem)[1])
     own, v = Tiles(chosen.tile_m // pack, chosen.tile_n), operands.v
     copy = v[..., 0].numel() + v.numel() * v.element_size() if hides(problem, operands, own) else 0
-    return (
-        copy + lists.size(problem, operands, own, False, rows=True) + arguments.bounds_size(problem, operands)
-    )
+    return copy + lists.size(problem, operands, own, False, rows=True) + intervals.size(problem, operands)
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:

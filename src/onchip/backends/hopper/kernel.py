@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from onchip.backends.compiled.terms import Rows, Scores, modified, visible_pairs
+from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.terms import Scores, modified, visible_pairs
 from onchip.backends.hopper.loader import load
 from onchip.backends.hopper.parts import (
     EMPTY,

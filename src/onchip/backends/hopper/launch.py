@@ -11,8 +11,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip import rules
-from onchip.backends.compiled import arguments, lists
-from onchip.backends.compiled.terms import Rows, Scores
+from onchip.backends.compiled import arguments, intervals, lists
+from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.terms import Scores
 from onchip.backends.hopper import copies
 from onchip.backends.hopper.kernel import forward_kernel
 from onchip.backends.hopper.parts import Lse, Packed
@@ -158,7 +159,7 @@ def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> N
         tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
         tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
         function, mask_args = arguments.mask_function(problem, operands)
-        rows_of = arguments.rows(problem, operands)
+        rows_of = intervals.rows(problem, operands)
     elif problem.mask_parts and not C.packed:
         k, v = cut(k, v, band, problem.seqlen_q)
     score, mod = Scores(), None

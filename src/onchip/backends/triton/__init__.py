@@ -25,10 +25,15 @@ def refuse(problem: Problem) -> str | None:
         return "triton is not installed"
     if problem.device != "cuda" and not (_INTERPRETED and problem.device == "cpu"):
         return f"the tensors are on {problem.device}; it runs on cuda"
-    if problem.dtype is torch.float64:
-        return "float64: its kernels compute in float32"
     if _INTERPRETED and problem.dtype is torch.bfloat16:
         return "bfloat16: Triton's interpreter computes its products wrongly"
+    return refuse_on(problem)
+
+
+def refuse_on(problem: Problem, device: str | None = None) -> str | None:
+    """The reasons that do not depend on the machine: its kernels are for every GPU."""
+    if problem.dtype is torch.float64:
+        return "float64: its kernels compute in float32"
     if max(problem.dim, problem.dim_v) > 512:
         return f"head dim {max(problem.dim, problem.dim_v)}: its tiles hold at most 512"
     return None
@@ -42,7 +47,7 @@ def _installed() -> bool:
 @lru_cache(maxsize=4096)
 def tiles(problem: Problem) -> Tiles:
     """Tiles of the forward pass."""
-    from onchip.backends.triton.arguments import device_facts
+    from onchip.backends.triton.planning import device_facts
     from onchip.backends.triton.table import config
 
     chosen = config(problem, "forward", device_facts(0), problem.seqlen_q)
@@ -52,13 +57,12 @@ def tiles(problem: Problem) -> Tiles:
 def extra_memory(
     problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
 ) -> int:
-    from onchip.backends.triton import backward_pass, forward_pass
-    from onchip.backends.triton.arguments import known_facts
+    from onchip.backends.triton import planning
 
-    facts = known_facts(device)
+    facts = planning.known_facts(device)
     if step == "forward":
-        return forward_pass.extra_memory(problem, operands, facts)
-    return backward_pass.extra_memory(problem, operands, needs, facts)
+        return planning.forward_memory(problem, operands, facts)
+    return planning.backward_memory(problem, operands, needs, facts)
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip import devices, dropout, rules
-from onchip.backends.compiled import arguments, emit, lists
-from onchip.backends.compiled.terms import Rows, Scores
+from onchip import dropout, rules
+from onchip.backends.compiled import arguments, emit, intervals, lists
+from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.terms import Scores
 from onchip.backends.triton.parts import Drop, Place, View
-from onchip.backends.triton.table import Facts
+from onchip.backends.triton.planning import device_facts
 from onchip.layout import Cache, Dense, Layout
 from onchip.problem import Operands, Problem
 from onchip.schedule import Tiles
@@ -24,7 +24,6 @@ from onchip.schedule import Tiles
 _FEW_PARTS = ((), ("band",))
 _FEW_SCORES = ((), ("softcap",), ("sink",), ("softcap", "sink"))
 _DENSE, _PLAIN = Place(), Scores()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def four_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -40,11 +39,6 @@ def make_view(fields: tuple) -> View:
 def view(tensor: Tensor) -> View:
     """(batch, row, head, dim) or packed (row, head, dim)."""
     return make_view((tensor, *four_strides(tensor)))
-
-
-def modifies(problem: Problem) -> bool:
-    """Whether scores are more than scaled products."""
-    return not {"softcap", "alibi", "bias", "mod"}.isdisjoint(problem.score_parts)
 
 
 def with_values(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
@@ -67,24 +61,6 @@ def _dims(dim: int, dim_v: int) -> dict[str, int]:
     """
     least = max(16, min(64, power(max(dim, dim_v))))
     return {"D": dim, "DIM": max(power(dim), least), "DV": dim_v, "DIM_V": max(power(dim_v), least)}
-
-
-@lru_cache(maxsize=16)
-def device_facts(index: int) -> Facts:
-    """The interpreter counts as the newest device."""
-    if INTERPRETED or not torch.cuda.is_available():
-        return Facts(9, 4, "")
-    properties = torch.cuda.get_device_properties(index)
-    major = properties.major if torch.version.hip is None else 0
-    return Facts(major, properties.multi_processor_count, properties.name)
-
-
-def known_facts(device: str | None) -> Facts:
-    """Of this GPU, or of a known one, without the rows that `onchip tune` measured there."""
-    if device is None:
-        return device_facts(0)
-    known = devices.device(device)
-    return Facts(known.capability, known.units, "")
 
 
 def described(tensor: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
@@ -216,7 +192,7 @@ class Launch:
 
     @cached_property
     def rows(self) -> Rows:
-        return arguments.rows(self.problem, self.operands)
+        return intervals.rows(self.problem, self.operands)
 
     def mask_function(self, tiles: Tiles | None) -> tuple[Any, Any]:
         """What the mask asks of pairs, compiled, and its arguments; with `tiles`, only of pairs in listed tiles."""

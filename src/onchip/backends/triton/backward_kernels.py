@@ -7,8 +7,9 @@ Scores are recomputed from q, k and lse. dK and dV work on transposed tiles [TIL
 import triton
 import triton.language as tl
 
+from onchip.backends.compiled.intervals import Rows
 from onchip.backends.compiled.rules import modify_grad, spans, tanh
-from onchip.backends.compiled.terms import Rows, Scores, modified, visible_pairs, within
+from onchip.backends.compiled.terms import Scores, modified, visible_pairs, within
 from onchip.backends.triton.parts import (
     LENGTHS,
     LOG2E,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip import rules
-from onchip.backends.compiled import arguments, lists
+from onchip.backends.compiled import lists
 from onchip.backends.triton import backward_kernels as kernels
-from onchip.backends.triton.arguments import Launch, device_facts, modifies, view, with_values
+from onchip.backends.triton.arguments import Launch, view, with_values
 from onchip.backends.triton.bias_kernel import dbias_kernel
 from onchip.backends.triton.launch import Step, aligned, prepared
-from onchip.backends.triton.table import Config, Facts, config, separate
+from onchip.backends.triton.planning import device_facts, key_passes, modifies
+from onchip.backends.triton.table import Config, config
 from onchip.layout import Varlen
 from onchip.problem import Grads, Operands, Problem, Saved
 from onchip.schedule import Tiles
@@ -33,34 +34,6 @@ def backward(problem: Problem, operands: Operands, saved: Saved, dout: Tensor, d
     saved = saved._replace(lse=saved.lse.contiguous())
     run = _Run(Launch(problem, operands), saved, dout, None if dlse is None else dlse.contiguous())
     return run.empty() if saved.out.numel() == 0 or problem.seqlen_k == 0 else run.grads()
-
-
-def key_passes(problem: Problem, needs: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The passes that make dK and dV, as far as wanted: one, or one each where a table row says so."""
-    passes = {"dk": ("k",), "dv": ("v",)} if separate(problem) else {"dkdv": ("k", "v")}
-    return {name: outputs for name, outputs in passes.items() if not set(outputs).isdisjoint(needs)}
-
-
-def extra_memory(problem: Problem, operands: Operands, needs: Iterable[str], facts: Facts) -> int:
-    """Bytes of delta and `rest`, of what the mask becomes, and of what sums the gradients of the score, one by one."""
-    q, score, rows = operands.q, operands.score, 4 * operands.q[..., 0].numel()
-    packed, heads = problem.layout == "varlen", problem.heads_q
-    sink = rows * (2 if problem.batch == 1 or packed else 4) + 4 * heads if "sink" in needs else 0
-    if q.numel() == 0 or problem.seqlen_k == 0:
-        return rows + sink
-    of_queries = not {"q", "alibi"}.isdisjoint(needs)
-    passes = dict.fromkeys(key_passes(problem, needs), True) | ({"dq": False} if of_queries else {})
-    listed = {(by_key, Tiles(*config(problem, name, facts)[:2])) for name, by_key in passes.items()}
-    held = rows * (2 if modifies(problem) else 1)
-    held += sum(lists.size(problem, operands, tiles, by_key) for by_key, tiles in listed)
-    held += arguments.bounds_size(problem, operands)
-    if of_queries and "q" not in needs:
-        held += q.numel() * q.element_size()
-    # Of packed sequences the slopes' running sums are in float64, twice at once.
-    slopes = rows + (4 * rows + 8 * heads if packed else 4 * problem.batch * heads) if "alibi" in needs else 0
-    bias = score.bias if "bias" in needs else None
-    sums = 0 if bias is None or bias.dtype is torch.float32 else 4 * bias.numel()
-    return held + max(slopes, sums, sink)
 
 
 class _Run:

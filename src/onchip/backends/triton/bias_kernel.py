@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from onchip.backends.compiled.terms import Rows, Scores
+from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.terms import Scores
 from onchip.backends.triton.backward_kernels import row_statistics, score_tile_grad
 from onchip.backends.triton.parts import (
     LENGTHS,

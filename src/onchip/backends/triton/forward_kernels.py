@@ -7,7 +7,8 @@ its keys, or against one of `splits` shares of them.
 import triton
 import triton.language as tl
 
-from onchip.backends.compiled.terms import Rows, Scores, modified, visible_pairs
+from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.terms import Scores, modified, visible_pairs
 from onchip.backends.triton.parts import (
     LENGTHS,
     LN2,

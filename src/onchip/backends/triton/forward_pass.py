@@ -2,81 +2,23 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
-from onchip.backends.compiled import arguments, lists
+from onchip.backends.compiled import lists
 from onchip.backends.triton.arguments import (
     Launch,
     described,
-    device_facts,
     four_strides,
     make_view,
-    modifies,
     view,
     with_values,
 )
 from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
 from onchip.backends.triton.launch import Step, aligned, prepared
 from onchip.backends.triton.parts import View
-from onchip.backends.triton.table import Config, Facts, config, packs
-from onchip.mask import Mask
+from onchip.backends.triton.planning import cut, device_facts, keeps_rest, partial_shapes
 from onchip.problem import Operands, Output, Problem
-from onchip.schedule import Tiles
-
-
-def choose_splits(problem: Problem, programs: int, key_tiles: int, multiprocessors: int) -> int:
-    """Shares of the keys, so that few long sequences still fill the device; none under 4 tiles. From shapes alone.
-
-    One program a multiprocessor reads as fast as two do. Decoding over 64k keys, 32/8 heads (H200), GB/s of K and V:
-    batch 1: 16 shares 3779, 33 shares 3654; batch 16, which has 128 programs without: 1 share 4378, 3 shares 3819.
-    """
-    if problem.layout == "varlen" or programs == 0:
-        return 1
-    return max(1, min(multiprocessors // programs, key_tiles // 4, 128))
-
-
-def shares(problem: Problem, tiles: Tiles, pack: int, multiprocessors: int) -> int:
-    """Of the keys, whose results are joined. tiles: of queries whose heads are stacked, `pack` of them."""
-    m_blocks, key_tiles = tiles.count(problem.seqlen_q, max(problem.seqlen_k, 1))
-    programs = m_blocks * problem.heads_q // pack * problem.batch
-    splits = problem.num_splits or choose_splits(problem, programs, key_tiles, multiprocessors)
-    return 1 if problem.layout == "varlen" or keeps_rest(problem) else min(splits, key_tiles)
-
-
-def keeps_rest(problem: Problem) -> bool:
-    """What modified scores' lse loses to rounding is for a backward pass, and not merged."""
-    return modifies(problem) and problem.layout in ("dense", "varlen")
-
-
-def partial_shapes(problem: Problem, splits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of out and lse of each share of the keys, in float32."""
-    lse = splits, problem.batch, problem.seqlen_q, problem.heads_q
-    return (*lse, problem.dim_v), lse
-
-
-def cut(problem: Problem, mask: Mask, facts: Facts, name: str = "forward") -> tuple[Config, int, Tiles, int]:
-    """Its configuration, the heads that share a tile, the tiles of each head, and the shares of the keys."""
-    by_head = problem.group > 1 and bool(problem.mask_parts) and mask.dependence(problem)[1]
-    pack = packs(problem, by_head)
-    chosen = config(problem, name, facts, problem.seqlen_q * pack)
-    tiles = Tiles(chosen.tile_m // pack, chosen.tile_n)
-    return chosen, pack, tiles, shares(problem, tiles, pack, facts.multiprocessors)
-
-
-def extra_memory(problem: Problem, operands: Operands, facts: Facts) -> int:
-    """Bytes of the shares' results, of `rest`, and of what the mask becomes."""
-    if operands.q.numel() == 0 or problem.seqlen_k == 0:
-        return 0
-    _, _, tiles, splits = cut(problem, operands.mask, facts)
-    numbers = sum(map(prod, partial_shapes(problem, splits))) if splits > 1 else 0
-    if keeps_rest(problem):
-        numbers += operands.q[..., 0].numel()
-    return (
-        4 * numbers + lists.size(problem, operands, tiles, False) + arguments.bounds_size(problem, operands)
-    )
 
 
 def forward(problem: Problem, operands: Operands) -> Output:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from onchip.backends.triton.arguments import INTERPRETED, Launch
+from onchip.backends.triton.arguments import Launch
+from onchip.backends.triton.planning import INTERPRETED
 
 T = TypeVar("T")
 _KEEP = 1024

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from onchip.backends.compiled.intervals import Rows
 from onchip.backends.compiled.rules import dropout_counter, spans
-from onchip.backends.compiled.terms import Rows
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Sizes that a compiled kernel takes as they come: a new length or batch compiles nothing.

@@ -21,8 +21,8 @@ import triton
 from torch import Tensor
 
 from onchip import masks
-from onchip.backends.triton import backward_pass, forward_pass, launch, table
-from onchip.backends.triton.arguments import device_facts
+from onchip.backends.triton import backward_pass, forward_pass, launch, planning, table
+from onchip.backends.triton.planning import device_facts
 from onchip.backends.triton.table import Config
 from onchip.problem import Operands, Problem, Saved, check_types, dense
 
@@ -127,7 +127,7 @@ def _case(row: Row, seqlen: int, causal: bool) -> tuple[Problem, Operands, Tenso
 
 def using(step: str, config: Config, run: Callable[[], Any]) -> Any:
     """run() while a pass takes this configuration, whatever the table has."""
-    modules, chosen = (forward_pass, backward_pass), table.config
+    modules, chosen = (planning, backward_pass), table.config
 
     def choose(problem: Any, asked: str, *more: Any) -> Config:
         return config if asked == step else chosen(problem, asked, *more)

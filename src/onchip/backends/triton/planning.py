@@ -1,0 +1,123 @@
+"""What the passes take, of a problem and a device alone: configurations, shares of the keys, bytes.
+
+Nothing here needs triton, so that a plan can be made without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from onchip import devices
+from onchip.backends.compiled import intervals, lists
+from onchip.backends.triton.table import Config, Facts, config, packs, separate
+from onchip.mask import Mask
+from onchip.problem import Operands, Problem
+from onchip.schedule import Tiles
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=16)
+def device_facts(index: int) -> Facts:
+    """The interpreter counts as the newest device."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return Facts(9, 4, "")
+    properties = torch.cuda.get_device_properties(index)
+    major = properties.major if torch.version.hip is None else 0
+    return Facts(major, properties.multi_processor_count, properties.name)
+
+
+def known_facts(device: str | None) -> Facts:
+    """Of this GPU, or of a known one, without the rows that `onchip tune` measured there."""
+    if device is None:
+        return device_facts(0)
+    known = devices.device(device)
+    return Facts(known.capability, known.units, "")
+
+
+def modifies(problem: Problem) -> bool:
+    """Whether scores are more than scaled products."""
+    return not {"softcap", "alibi", "bias", "mod"}.isdisjoint(problem.score_parts)
+
+
+def choose_splits(problem: Problem, programs: int, key_tiles: int, multiprocessors: int) -> int:
+    """Shares of the keys, so that few long sequences still fill the device; none under 4 tiles. From shapes alone.
+
+    One program a multiprocessor reads as fast as two do. Decoding over 64k keys, 32/8 heads (H200), GB/s of K and V:
+    batch 1: 16 shares 3779, 33 shares 3654; batch 16, which has 128 programs without: 1 share 4378, 3 shares 3819.
+    """
+    if problem.layout == "varlen" or programs == 0:
+        return 1
+    return max(1, min(multiprocessors // programs, key_tiles // 4, 128))
+
+
+def shares(problem: Problem, tiles: Tiles, pack: int, multiprocessors: int) -> int:
+    """Of the keys, whose results are joined. tiles: of queries whose heads are stacked, `pack` of them."""
+    m_blocks, key_tiles = tiles.count(problem.seqlen_q, max(problem.seqlen_k, 1))
+    programs = m_blocks * problem.heads_q // pack * problem.batch
+    splits = problem.num_splits or choose_splits(problem, programs, key_tiles, multiprocessors)
+    return 1 if problem.layout == "varlen" or keeps_rest(problem) else min(splits, key_tiles)
+
+
+def keeps_rest(problem: Problem) -> bool:
+    """What modified scores' lse loses to rounding is for a backward pass, and not merged."""
+    return modifies(problem) and problem.layout in ("dense", "varlen")
+
+
+def partial_shapes(problem: Problem, splits: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of out and lse of each share of the keys, in float32."""
+    lse = splits, problem.batch, problem.seqlen_q, problem.heads_q
+    return (*lse, problem.dim_v), lse
+
+
+def cut(problem: Problem, mask: Mask, facts: Facts, name: str = "forward") -> tuple[Config, int, Tiles, int]:
+    """Its configuration, the heads that share a tile, the tiles of each head, and the shares of the keys."""
+    by_head = problem.group > 1 and bool(problem.mask_parts) and mask.dependence(problem)[1]
+    pack = packs(problem, by_head)
+    chosen = config(problem, name, facts, problem.seqlen_q * pack)
+    tiles = Tiles(chosen.tile_m // pack, chosen.tile_n)
+    return chosen, pack, tiles, shares(problem, tiles, pack, facts.multiprocessors)
+
+
+def forward_memory(problem: Problem, operands: Operands, facts: Facts) -> int:
+    """Bytes of the shares' results, of `rest`, and of what the mask becomes."""
+    if operands.q.numel() == 0 or problem.seqlen_k == 0:
+        return 0
+    _, _, tiles, splits = cut(problem, operands.mask, facts)
+    numbers = sum(map(prod, partial_shapes(problem, splits))) if splits > 1 else 0
+    if keeps_rest(problem):
+        numbers += operands.q[..., 0].numel()
+    return 4 * numbers + lists.size(problem, operands, tiles, False) + intervals.size(problem, operands)
+
+
+def key_passes(problem: Problem, needs: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The passes that make dK and dV, as far as wanted: one, or one each where a table row says so."""
+    passes = {"dk": ("k",), "dv": ("v",)} if separate(problem) else {"dkdv": ("k", "v")}
+    return {name: outputs for name, outputs in passes.items() if not set(outputs).isdisjoint(needs)}
+
+
+def backward_memory(problem: Problem, operands: Operands, needs: Iterable[str], facts: Facts) -> int:
+    """Bytes of delta and `rest`, of what the mask becomes, and of what sums the gradients of the score, one by one."""
+    q, score, rows = operands.q, operands.score, 4 * operands.q[..., 0].numel()
+    packed, heads = problem.layout == "varlen", problem.heads_q
+    sink = rows * (2 if problem.batch == 1 or packed else 4) + 4 * heads if "sink" in needs else 0
+    if q.numel() == 0 or problem.seqlen_k == 0:
+        return rows + sink
+    of_queries = not {"q", "alibi"}.isdisjoint(needs)
+    passes = dict.fromkeys(key_passes(problem, needs), True) | ({"dq": False} if of_queries else {})
+    listed = {(by_key, Tiles(*config(problem, name, facts)[:2])) for name, by_key in passes.items()}
+    held = rows * (2 if modifies(problem) else 1)
+    held += sum(lists.size(problem, operands, tiles, by_key) for by_key, tiles in listed)
+    held += intervals.size(problem, operands)
+    if of_queries and "q" not in needs:
+        held += q.numel() * q.element_size()
+    # Of packed sequences the slopes' running sums are in float64, twice at once.
+    slopes = rows + (4 * rows + 8 * heads if packed else 4 * problem.batch * heads) if "alibi" in needs else 0
+    bias = score.bias if "bias" in needs else None
+    sums = 0 if bias is None or bias.dtype is torch.float32 else 4 * bias.numel()
+    return held + max(slopes, sums, sink)
