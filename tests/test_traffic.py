@@ -443,14 +443,15 @@ def test_gpt2_medium_standard_attention():
 
 
 def test_gpt2_medium_flash_attention():
-    """4.4 GB in the paper; Algorithms 1 and 4 with M = 192 KiB of fp16 (blocks of 384 keys) move 4.10: 7 % less.
+    """4.4 GB, to all digits given: Algorithms 1 and 4 with M = 192 KiB of fp16 (blocks of 384 keys), zeros included.
 
-    The paper does not state its kernel's blocks; with 256 keys a block the same algorithms move 5.20 GB, 18 % more.
+    Line 5 of Algorithm 4 names zeros of dK and dV too, which nothing reads: with them it would be 4.65. The paper does
+    not state its kernel's blocks; with 256 keys a block the same algorithms move 5.48 GB.
     """
-    assert gigabytes("flash1") == pytest.approx(4.10, abs=0.01)
-    assert gigabytes("flash1", tiles=Tiles(64, 256)) == pytest.approx(5.20, abs=0.01)
+    assert gigabytes("flash1") == pytest.approx(4.38, abs=0.01)
+    assert gigabytes("flash1", tiles=Tiles(64, 256)) == pytest.approx(5.48, abs=0.01)
     ratio = gigabytes("eager") / gigabytes("flash1")
-    assert ratio == pytest.approx(40.3 / 4.4, rel=0.08)
+    assert ratio == pytest.approx(40.3 / 4.4, rel=0.01)
 
 
 def test_gpt2_medium_flops():
@@ -491,9 +492,9 @@ def test_algorithm_1_block_sizes():
     assert orders.flash1_tiles(512, 512, 4) == Tiles(1, 1)
     with pytest.raises(ValueError, match="sram.*3"):
         orders.flash1_tiles(64, 64, 3)
-    sizes = [traffic.count(*dense(4096), "flash1", sram=m * 2**10).bytes for m in (48, 96, 192, 384)]
+    sizes = [traffic.count(*dense(16384), "flash1", sram=m * 2**10).bytes for m in (48, 96, 192, 384)]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] / sizes[3] == pytest.approx(8, rel=0.2)  # Theta(1 / M)
+    assert sizes[0] / sizes[3] == pytest.approx(8, rel=0.1)  # Theta(1 / M)
 
 
 def test_traffic_of_block_sparse_attention_is_in_proportion():
@@ -506,8 +507,10 @@ def test_traffic_of_block_sparse_attention_is_in_proportion():
         mask = onchip.block_sparse(chosen, tile=(tile, tile))
         found = traffic.count(*dense(n, mask=mask), "flash1", tiles=Tiles(tile, tile))
         assert found.flops == share * full.flops
-        visits = lambda x: x.bytes - sum(x.tensors[t].read_bytes for t in "kv")  # noqa: E731
+        visits = lambda x: sum(x.tensors[t].read_bytes for t in ("q", "out", "l", "m"))  # noqa: E731
         assert visits(found) == pytest.approx(share * visits(full))
+        zeros = found.write_bytes - sum(found.tensors[t].read_bytes for t in ("out", "l", "m"))
+        assert zeros == n * (64 * 2 + 2 * 4)
 
 
 # Properties of every algorithm.
@@ -592,7 +595,7 @@ def test_steps_come_in_the_algorithm_s_order():
     problem = dense(128, dim=8)
     tiles = Tiles(64, 64)
     places = lambda name: [(s.m_block, s.n_block) for s in steps.walk(*problem, name, tiles=tiles)]  # noqa: E731
-    assert places("flash1") == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert places("flash1") == [(0, None), (1, None), (0, 0), (1, 0), (0, 1), (1, 1)]  # zeros first
     assert places("flash2") == places("onchip") == [(0, 0), (0, 1), (1, 0), (1, 1)]
     first = next(steps.walk(*problem, "flash2", tiles=tiles))
     assert first.load == {"q": 512, "k": 512, "v": 512} and first.store == {}

@@ -164,14 +164,20 @@ def tile_numbers(tiles: Tiles, dim: int, dim_v: int) -> int:
 
 
 def _flash1(tiles: Tiles) -> tuple[Sweep, ...]:
+    """Its line 2 writes O, l and m as they are before the first key."""
     rows, visits = ("out", "l", "m"), ("q", "out", "l", "m", "bias")
-    return (Sweep("attend", "k", tiles, ("k", "v"), (), (), visits, rows, STORED, ("dim", "dim_v")),)
+    return (
+        Sweep("zero O", "q", tiles, (), rows),
+        Sweep("attend", "k", tiles, ("k", "v"), (), (), visits, rows, STORED, ("dim", "dim_v")),
+    )
 
 
 def _flash1_backward(tiles: Tiles, dbias: tuple[str, ...]) -> tuple[Sweep, ...]:
+    """Algorithm 4, whose line 5 writes dQ as zeros. (It names dK and dV there too, which are stored once, whole.)"""
     products = ("dim", "dim_v", "dim_v", "dim", "dim")  # S, dV, dP, dQ, dK
     visits, stores = ("q", "out", "dout", "dq", "l", "m", "bias", *dbias), ("dq", *dbias)
     return (
+        Sweep("zero dQ", "q", tiles, (), ("dq",)),
         Sweep(
             "gradients", "k", tiles, ("k", "v"), ("dk", "dv"), (), visits, stores, STORED, products,
             wide=frozenset(dbias),

@@ -93,7 +93,7 @@ def test_counters_on_the_way(visit):
         at(step)
     said = page.inner_text("#step-said")
     step = found[32]
-    assert f"tile row {step.m_block + 1}, column {step.n_block + 1}" in said and "reads Q 4,096" in said
+    assert f"tile row {step.m_block + 1}, column {step.n_block + 1}: reads" in said and " Q 4,096," in said
     page.focus("#scrub")
     page.keyboard.press("ArrowRight")
     at(34)

@@ -3,12 +3,12 @@
 
 const ABOUT = {
   standard: "Standard attention: three kernels one after the other. Each tile of S is written (orange), read again to make P (purple), and P is read again to make the output (green). A mask saves nothing: every tile is carried, hidden ones too.",
-  flash1: "FlashAttention (Algorithm 1): the outer loop goes over keys, column by column. K and V are read once; for each tile the rows of Q and of the unfinished output, with m and ℓ, come in and go out again. S and P never leave SRAM.",
+  flash1: "FlashAttention (Algorithm 1): first an empty output, with m and ℓ, is written. Then the outer loop goes over keys, column by column. K and V are read once; for each tile the rows of Q and of the unfinished output, with m and ℓ, come in and go out again. S and P never leave SRAM.",
   flash2: "FlashAttention-2: the loops are swapped. A row of queries stays in SRAM with its unfinished output while the keys pass by; the output is written once. Backward goes by keys, and adds to dQ in HBM at every tile.",
   onchip: "onchip: forward in FlashAttention-2's order; tiles that a mask hides are left out. Under a causal mask the longest rows start first, so that no long one is left at the end; under masks of blocks and functions a row takes its partly masked tiles first. Its Triton kernels' backward makes two passes, one by keys for dK and dV and one by queries for dQ: scores are computed once more, but nothing is added up in HBM, so the result is the same bits each time.",
   hopper: "onchip on Hopper GPUs: the same loops, but a row goes from its last keys to its first. The tile on the diagonal, which needs the mask, comes first, and the mask is done before the fast run over full tiles begins. A row that sees nothing still reads one tile. Backward is the Triton kernels'.",
 };
-const PHASES = { attend: "attention", gradients: "gradients", dkdv: "dK and dV", dq: "dQ", delta: "δ = row sums of dO · out" };
+const PHASES = { "zero O": "an empty output", "zero dQ": "an empty dQ", "zero dq": "an empty dQ", attend: "attention", gradients: "gradients", dkdv: "dK and dV", dq: "dQ", delta: "δ = row sums of dO · out" };
 const SPEEDS = [["2", "2 steps a second"], ["8", "8 steps a second"], ["20s", "all in 20 s"], ["6s", "all in 6 s"]];
 
 function tilingPart({ grid, backend }, data) {
