@@ -11,7 +11,7 @@ import onchip
 from onchip import autograd, capture, problem as problems
 from onchip.backends import reference, triton
 from onchip.backends.compiled import lists
-from onchip.backends.triton import backward_pass, forward_pass, launch
+from onchip.backends.triton import backward_pass, forward_pass, launch, planning
 from onchip.backends.triton.table import Config
 from onchip.layout import Cache, Varlen
 from onchip.problem import Operands, Saved
@@ -60,7 +60,7 @@ MASKS = {
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    for module in (forward_pass, backward_pass):
+    for module in (planning, backward_pass):
         monkeypatch.setattr(module, "config", lambda *given: Config(32, 32, 4, 1))
 
 
