@@ -7,13 +7,15 @@ import pytest
 import torch
 
 import onchip
+from contract_masks import MASKS, Shape
 from onchip import problem as problems, rules, select
 from onchip.backends import hopper
 from onchip.backends.hopper.table import TABLE, config, kind, padded
-from onchip.backends.hopper.unseen import unseen, unseen_now, without_unseen
+from onchip.backends.hopper.unseen import hides, unseen, unseen_now, without_unseen
 from onchip.backends.hopper.variant import packs, sections, variant
 from onchip.layout import Varlen
 from onchip.problem import Operands
+from onchip.schedule import Tiles
 
 
 def state(q_shape=(2, 100, 4, 64), k_shape=None, mask=None, score=None, dtype=torch.bfloat16, **options):
@@ -166,6 +168,18 @@ def test_keys_that_nobody_sees(packed):
         assert torch.equal(unseen_now(problem, operands).expand_as(hidden), hidden)
     clean = without_unseen(problem, operands)
     assert torch.equal(clean, v.masked_fill(hidden[..., None], 0)) and clean is not v
+
+
+@pytest.mark.parametrize("lengths", [(50, 70), (70, 50), (1, 40)])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_plan_foretells_whether_values_are_copied(name, lengths):
+    m, n = lengths
+    mask = MASKS[name](Shape((m, m), (n, n), 4, "cpu")).mask
+    q, k = torch.empty(2, m, 4, 8), torch.empty(2, n, 2, 8)
+    layout = problems.dense_layout(q, k, k)
+    problem = problems.state(q, k, k, layout, "dense", mask, onchip.Score())
+    operands = Operands(q, k, k, layout, onchip.Mask() if mask is None else mask, onchip.Score())
+    assert hides(problem, operands, Tiles(16, 16)) == (unseen(problem, operands) is not None)
 
 
 def test_values_are_not_copied_where_all_are_seen():

@@ -24,7 +24,7 @@ class Mod:
     grad: Callable[..., Any] | None  # None: it is derived
     args: tuple[Tensor, ...]
 
-    @property
+    @cached_property
     def slope_fn(self) -> Callable[..., Any]:
         """d fn / d score, of fn's arguments."""
         return self.grad or derivative(self.fn, len(self.args))
