@@ -57,14 +57,12 @@ class Region:
 
     def cut(self, tensor: Tensor) -> Tensor:
         """This region of a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
-        if tensor.shape[0] > 1:
-            tensor = tensor[self.batch]
         for dim, (start, stop) in enumerate(
             ((self.head0, self.head1), (self.q0, self.q1), (self.k0, self.k1)), 1
         ):
             if tensor.shape[dim] > 1:
                 tensor = tensor.narrow(dim, start, stop - start)
-        return tensor
+        return tensor[self.batch] if tensor.shape[0] > 1 else tensor  # last: it copies
 
 
 class Part(Protocol):
@@ -196,7 +194,7 @@ class Where:
                 region.q1 - region.q0,
                 region.k1 - region.k0,
             )
-            visible = visible.view(torch.broadcast_shapes(visible.shape, (1, 1, 1, 1)))
+            visible = visible.view(*(1,) * (4 - visible.dim()), *visible.shape)
             visible.expand(full)
         except Exception as error:  # whatever the user's function does
             what = (

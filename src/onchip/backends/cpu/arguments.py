@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from functools import reduce
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip import dropout, schedule
+from onchip.backends.cpu import looks
+from onchip.backends.cpu.looks import elements
 from onchip.layout import Cache, Varlen
 from onchip.mask import Blocks, Dense, Mask, Region
 from onchip.problem import Operands, Problem
@@ -21,9 +22,8 @@ from onchip.score import Score
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _INT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 _UNBOUNDED = 2**62 - 1
-# Pairs of one look at a mask, about 8 MiB of int64 temporaries; pairs shown to the kernels at once, a byte each: many,
-# since the backward pass prepares all rows for them.
-_LOOK, _SHOWN = 1 << 20, 1 << 25
+# Pairs shown to the kernels at once, a byte each: many, since the backward pass prepares all rows for them.
+_SHOWN = 1 << 25
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -180,11 +180,6 @@ def _state_score(call: Call, problem: Problem, score: Score, keep: list) -> None
             setattr(call, name, bias.stride(axis) * bias.element_size() if bias.shape[axis] > 1 else 0)
 
 
-def elements(mask: Mask) -> tuple:
-    """The parts of a mask that the kernels do not compute themselves, and are shown pair by pair."""
-    return (*mask.elements, *mask.blocks[1:], *mask.unions)
-
-
 def state_mask(call: Call, problem: Problem, operands: Operands, keep: list) -> None:
     """Intervals and blocks of a mask; and a dense mask where it stands alone, read in place."""
     mask = operands.mask
@@ -291,26 +286,9 @@ def take_region(call: Call, members: list[int], region: Region, keep: list) -> N
     call.q_from, call.q_to, call.k_from, call.k_to = region.q0, region.q1, region.k0, region.k1
 
 
-def show_region(call: Call, mask: Mask, members: list[int], region: Region, keep: list) -> None:
-    """State a piece, and what the mask says of its pairs."""
-    take_region(call, members, region, keep)
+def show_region(call: Call, mask: Mask, region: Region, keep: list) -> None:
+    """State what the mask says of a piece's pairs."""
     if region.q0 < region.q1 and region.k0 < region.k1:
-        visible = _looked_at(mask, region)
+        visible = looks.looked_at(mask, region)
         keep.append(visible)
         show(call, visible)
-
-
-def shown_shape(region: Region) -> tuple[int, ...]:
-    return len(region.batch), region.head1 - region.head0, region.q1 - region.q0, region.k1 - region.k0
-
-
-def _looked_at(mask: Mask, region: Region) -> Tensor:
-    """What the mask says of a region's pairs: bool (sequences, heads, queries, keys)."""
-    shape = shown_shape(region)
-    visible = torch.empty(shape, dtype=torch.bool, device="cpu")
-    step = max(_LOOK // (visible.numel() // shape[2]), 1)
-    for q0 in range(region.q0, region.q1, step):
-        part = replace(region, q0=q0, q1=min(q0 + step, region.q1))
-        said = [element.allow(part) for element in elements(mask)]
-        visible[:, :, q0 - region.q0 : part.q1 - region.q0] = reduce(torch.logical_and, said)
-    return visible

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.backends.cpu import arguments, isa as isas
+from onchip.backends.cpu import arguments, isa as isas, looks
 from onchip.backends.cpu.gradients import ScoreGrads
 from onchip.backends.cpu.trace import tracing
 from onchip.layout import Dense, Varlen
@@ -69,7 +69,8 @@ def shares(problem: Problem) -> int:
 def extra_memory(
     problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
 ) -> int:
-    """`rest`, the kernels' buffers as they tell of them, and what Python holds: arguments, sums, bytes of a mask."""
+    """`rest`, the kernels' buffers as they tell of them, and what Python holds: arguments, sums, bytes of a mask and
+    what a look at it takes (see `looks.memory`)."""
     library, keep = isas.load(), []
     if library.isa is None or not problem.batch:
         return 0
@@ -92,12 +93,15 @@ def _most(call: arguments.Call, problem: Problem, operands: Operands, memory: An
     if not rows:
         call.chunks, _ = sizes(call)
         call.dq_parts = 1  # somewhere
-    most = 0
+    most, looked = 0, {}
     for members, region in arguments.pieces(problem, operands, rows):
         keep: list = []
         arguments.take_region(call, members, region, keep)
         parts = 0 if rows else 4 * sizes(call)[1]
-        most = max(most, memory(ctypes.byref(call)) + parts + prod(arguments.shown_shape(region)))
+        shown = looks.shown_shape(region)
+        if shown not in looked:
+            looked[shown] = looks.memory(operands.mask, region)
+        most = max(most, max(memory(ctypes.byref(call)), looked[shown]) + parts + prod(shown))
     return most
 
 
@@ -122,7 +126,8 @@ def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
         return Output(out, lse, rest)
     for members, region in arguments.pieces(problem, operands, rows=True):
         kept: list = []
-        arguments.show_region(call, operands.mask, members, region, kept)
+        arguments.take_region(call, members, region, kept)
+        arguments.show_region(call, operands.mask, region, kept)
         run(ctypes.byref(call))
     return Output(out, lse, rest)
 
@@ -243,10 +248,12 @@ def _run_backward(call: arguments.Call, problem: Problem, operands: Operands) ->
     before, parts = None, torch.empty(0, device="cpu")
     for members, region, last in with_last(arguments.pieces(problem, operands, rows=False)):
         kept: list = []
-        arguments.show_region(call, operands.mask, members, region, kept)
+        arguments.take_region(call, members, region, kept)
         if members != before:  # a new group of sequences: dq is summed over its stretches of keys
+            parts = torch.empty(0, device="cpu")  # the last group's go before its own come
             parts = torch.zeros(sizes(call)[1], device="cpu")
             before = members
+        arguments.show_region(call, operands.mask, region, kept)
         call.dq_parts, call.last = parts.data_ptr(), last
         run(ctypes.byref(call))
 
