@@ -85,19 +85,19 @@ class Grid:
             return None
         region = self.region
         if set(self.problem.mask_parts) != {"band"}:
-            return self._make_limit()
+            if tracing():
+                for name, tensor in stored.looked_up(self.operands.mask):
+                    load_pairs(name, tensor, region, self.problem.group)
+            return self.make_limit()
         key = (region.q0 - region.k0, region.q1 - region.q0, region.k1 - region.k0)
         if key not in self.limits:
-            self.limits[key] = self._make_limit()
+            self.limits[key] = self.make_limit()
         while len(self.limits) > 4:  # a window has two edges, each at one or two offsets to the tile grid
             self.limits.pop(next(iter(self.limits)))
         return self.limits[key]
 
-    def _make_limit(self) -> Limit:
+    def make_limit(self) -> Limit:
         visible = self.operands.mask.allow(self.region)
-        if tracing():
-            for name, tensor in stored.looked_up(self.operands.mask):
-                load_pairs(name, tensor, self.region, self.problem.group)
         ceiling = torch.where(visible, torch.inf, -torch.inf).to(self.problem.accumulate)
         blind, unseen = ~visible.any(3, keepdim=True), ~visible.any(2, keepdim=True)
         return Limit(visible, ceiling, blind if blind.any() else None, unseen if unseen.any() else None)

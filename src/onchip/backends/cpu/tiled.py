@@ -200,14 +200,14 @@ class Piece:
         s.sub_(base)
         return (s if self.folds else s.mul_(LOG2E)).exp2_()
 
-    def rows(self) -> Iterator[tuple[int, int, list[Grid]]]:
-        """Query tiles [q0, q1), each with the score tiles to visit."""
+    def rows(self) -> Iterator[tuple[int, int, Iterator[Grid]]]:
+        """Query tiles [q0, q1), each with the score tiles to visit, one at a time: each holds its mask."""
         for m_block, visits in self.group.rows():
             q0 = m_block * self.tiles.tile_m
             q1 = min(q0 + self.tiles.tile_m, self.group.q_len)
-            yield q0, q1, [self._grid(q0, q1, n_block, full) for n_block, full in visits]
+            yield q0, q1, (self.grid(q0, q1, n_block, full) for n_block, full in visits)
 
-    def _grid(self, q0: int, q1: int, n_block: int, full: bool) -> Grid:
+    def grid(self, q0: int, q1: int, n_block: int, full: bool) -> Grid:
         k0 = n_block * self.tiles.tile_n
         k1 = min(k0 + self.tiles.tile_n, self.group.k_len)
         heads, group = self.heads_q, self.group
