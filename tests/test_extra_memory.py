@@ -86,21 +86,28 @@ SCRIPT = """
         shapes = (batch, m, heads, dim), (batch, n, heads_k, dim), (batch, n, heads_k, dim)
         return [randn(*shape, dtype=dtype) for shape in shapes], options, learned
 
-    def cache(n, heads, heads_k, dim, *, batch=1, page=0, dtype=torch.float32):
+    def cache(n, heads, heads_k, dim, *, batch=1, page=0, dtype=torch.float32, **options):
         rows = (batch * n // page, page) if page else (batch, n)
         k = randn(*rows, heads_k, dim, dtype=dtype)
         table = {"page_table": torch.arange(rows[0], dtype=torch.int32).view(batch, -1)} if page else {}
         lengths = torch.full((batch,), n)
-        return [randn(batch, 1, heads, dim, dtype=dtype), k, k], {"cache_seqlens": lengths, **table}, ()
+        return [randn(batch, 1, heads, dim, dtype=dtype), k, k], {"cache_seqlens": lengths, **table, **options}, ()
 
-    def packed(lengths, heads, dim):
+    def packed(lengths, heads, dim, **options):
         cu = torch.tensor([0, *lengths]).cumsum(0)
-        return [randn(int(cu[-1]), heads, dim) for _ in "qkv"], {"cu_seqlens_q": cu, "cu_seqlens_k": cu}, ()
+        given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, **options}
+        return [randn(int(cu[-1]), heads, dim) for _ in "qkv"], given, ()
 
     def scored(*args, name="bias", tensor=None, dtype=torch.float32):
         learned = {name: tensor}
         return dense(*args, dtype=dtype, score=onchip.Score(**learned), learned=(name,))
 
+    far = onchip.where(lambda b, h, q, k: ((q - k) % 3 == 0) | (abs(q - k) < 64))
+    by_head = onchip.where(lambda b, h, q, k: (k <= q) & (q - k <= 64 * (h + 1)))
+    table = torch.randn(2, 512, 1024)
+    tabled = onchip.where(lambda b, h, q, k, t: t[b, q, k] > 0, table)
+    pairs = torch.rand(2, 1, 1024, 1024) < 0.5
+    ids = torch.arange(1024) // 100
     half, some = torch.bfloat16, torch.rand(32, 8) < 0.3
     CASES = {
         "plain": lambda: dense(4096, 512, 32, 32, 64),
@@ -118,6 +125,20 @@ SCRIPT = """
         "softcap": lambda: dense(4096, 1024, 4, 4, 64, score=onchip.Score(softcap=3.0)),
         "blocks": lambda: dense(4096, 1024, 4, 4, 64, mask=onchip.block_sparse(some, tile=(128, 128))),
         "union": lambda: dense(4096, 1024, 4, 4, 64, mask=onchip.causal() | onchip.sinks(4)),
+        "where": lambda: dense(1024, 1024, 4, 4, 64, mask=far),
+        "where alone": lambda: dense(1024, 2048, 1, 1, 16, mask=onchip.where(lambda b, h, q, k: k <= q)),
+        "where by head": lambda: dense(1024, 1024, 4, 2, 64, mask=by_head),
+        "where in half": lambda: dense(4096, 4096, 2, 2, 64, dtype=half, mask=far),
+        "where of a table": lambda: dense(512, 1024, 2, 2, 64, batch=2, mask=tabled),
+        "where, packed": lambda: packed([1500, 500, 500, 1], 4, 64, mask=far),
+        "where on a cache": lambda: cache(65536, 8, 8, 64, mask=far),
+        "where and blocks": lambda: dense(
+            4096, 1024, 4, 4, 64, mask=far & onchip.block_sparse(some, tile=(128, 128))
+        ),
+        "where and dense": lambda: dense(1024, 1024, 4, 4, 64, batch=2, mask=far & onchip.dense(pairs)),
+        "where or sinks": lambda: dense(1024, 1024, 4, 4, 64, mask=far & onchip.causal() | onchip.sinks(4)),
+        "documents": lambda: dense(1024, 1024, 4, 4, 64, batch=2, mask=onchip.documents(ids) & onchip.causal()),
+        "where in stretches": lambda: dense(1024, 4096, 16, 16, 16, mask=by_head),
         "padding": lambda: dense(8192, 256, 1, 1, 16, batch=32, mask=onchip.padding(torch.arange(32) + 100)),
         "decoding": lambda: cache(65536, 8, 8, 64),
         "decoding in half": lambda: cache(65536, 32, 8, 128, dtype=half),
@@ -145,11 +166,16 @@ RUN = """
 NAMES = {
     "native": [
         "plain", "half", "causal", "shared keys", "one head", "batch", "packed", "bias", "bias of keys",
-        "bias of queries", "sink", "slopes", "softcap", "blocks", "union", "padding", "decoding", "decoding in half",
-        "pages",
+        "bias of queries", "sink", "slopes", "softcap", "blocks", "union", "padding", "decoding in half",
+        "pages", "where", "where alone", "where by head", "where in half", "where of a table", "where, packed",
+        "where on a cache", "where and blocks", "where and dense", "where or sinks", "documents", "where in stretches",
     ],
-    "cpu": ["few", "packed few", "scores", "half scores", "dropped scores", "few pages"],
-    "reference": ["scores"],
+    "cpu": [
+        "few", "packed few", "scores", "half scores", "dropped scores", "few pages", "where", "where alone",
+        "where by head", "where and dense", "where or sinks", "documents", "where, packed", "where of a table",
+        "where and blocks", "blocks", "union", "where on a cache", "padding",
+    ],
+    "reference": ["scores", "where", "where by head", "where alone", "where and dense", "where, packed", "documents"],
 }  # fmt: skip
 
 
@@ -183,14 +209,13 @@ def test_the_native_kernels_take_what_is_planned(name):
     if select.load("native").refuse(onchip.plan(*((1, 8, 1, 8),) * 3, backend="cpu").problem):
         pytest.skip("no native kernels here")
     for step, measured, planned in passes("native", name):
-        looks = 12 * 2**20 if name == "union" and step == "forward" else 0  # at the mask, on the way
-        assert 0.9 * planned - 2**15 <= measured <= planned + 2**17 + looks, step
+        assert 0.9 * planned - 2**15 <= measured <= planned + 2**17, step
 
 
 @pytest.mark.parametrize("name", NAMES["cpu"])
 def test_the_tiled_loop_takes_about_what_is_planned(name):
     for step, measured, planned in passes("cpu", name):
-        assert 0.8 * planned <= measured <= 1.25 * planned, step
+        assert 0.7 * planned <= measured <= 1.25 * planned, step
 
 
 def test_the_reference_takes_about_what_is_planned():

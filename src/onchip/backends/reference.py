@@ -31,8 +31,12 @@ def tiles(problem: Problem) -> Tiles:
 def extra_memory(
     problem: Problem, operands: Operands, step: str, needs: Iterable[str], device: str | None = None
 ) -> int:
-    """An estimate: scores, weights and what stands between them; in the backward pass their gradients too."""
-    found = (3 if step == "forward" else 6) * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    """An estimate: scores, weights and what stands between them, of one sequence; in the backward pass their gradients
+    too, and what torch keeps of every sequence."""
+    lengths = zip(operands.layout.q_lens, operands.layout.k_lens, strict=True)
+    pairs = [problem.heads_q * q_len * k_len for q_len, k_len in lengths]
+    most = max(pairs, default=0)
+    found = 3 * most if step == "forward" else 4 * most + 2 * sum(pairs)
     return found * problem.accumulate.itemsize
 
 
@@ -122,13 +126,13 @@ def _sequence(problem: Problem, operands: Operands, region: Region, *rows: Tenso
 
 def _modified(operands: Operands, s: Tensor, region: Region) -> Tensor:
     score = operands.score
-    slope = bias = None
+    slope = bias = distance = None
     if score.alibi is not None:
         slopes = score.alibi[None] if score.alibi.dim() == 1 else score.alibi[region.batch]
         slope = slopes.to(s.dtype)[:, :, None, None]
+        distance = (region.q + (region.k_len - region.q_len) - region.k).abs()
     if score.bias is not None:
         bias = region.cut(score.bias.reshape((1,) * (4 - score.bias.dim()) + score.bias.shape)).to(s.dtype)
-    distance = (region.q + (region.k_len - region.q_len) - region.k).abs()
     s = rules.modify(s, torch.tanh, score.softcap, slope, distance, bias)
     if score.mod is not None:
         s = on_tensors(score.mod.fn)(s, region.b, region.h, region.q, region.k, *score.mod.args)  # type: ignore
