@@ -148,6 +148,12 @@ def test_cases_of_files(tmp_path):
         Case(name="first", seqlen_q=64, mask="causal"),
         Case(name="second", dtype="float16"),
     ]
+    (tmp_path / "named.yaml").write_text("first: &a {dim: 32}\nsecond: {<<: *a, dim: 8}\nthird: {<<: *a}\n")
+    assert [(case.name, case.dim) for case in load(tmp_path / "named.yaml")] == [
+        ("first", 32),
+        ("second", 8),
+        ("third", 32),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +166,10 @@ def test_cases_of_files(tmp_path):
         ("a.json", '[{}, {"mask": "x"}]', "case 1: mask"),
         ("a.yaml", "a: [", "a.yaml"),
         ("a.yaml", "a: {seqlen_q: 8}\nb: 3", "list of cases, or names"),
+        ("a.json", '{"one": {}, "two": {}, "one": {"dim": 8}}', "a.json: 'one' is given twice"),
+        ("a.json", '[{"dim": 8, "dim": 16}]', "a.json: 'dim' is given twice"),
+        ("a.yaml", "one: {dim: 8}\ntwo:\none:\n  dim: 16\n", "a.yaml: 'one' is given twice"),
+        ("a.yml", "- dim: 8\n  dim: 16\n", "a.yml: 'dim' is given twice"),
     ],
 )
 def test_wrong_files(tmp_path, name, text, match):

@@ -43,7 +43,8 @@ def tensors_of(path: Path) -> Path:
 def load(path: Path) -> list[Case]:
     """The cases of a .json, .yaml or .yml file: a list of dicts of `Case`'s fields, or {name: dict}.
 
-    Raises ValueError for what is wrong in it, naming the case, OSError where the file cannot be read.
+    Raises ValueError for what is wrong in it, naming the case, or the name that is given twice; OSError where the file
+    cannot be read.
     """
     found = _parsed(path)
     if isinstance(found, dict):
@@ -114,17 +115,36 @@ def _parsed(path: Path) -> Any:
         raise ValueError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
     if path.suffix not in (".yaml", ".yml"):
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
     try:
         import yaml
     except ImportError:
         raise ValueError(f"{path}: reading YAML needs the package pyyaml") from None
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(
+            self, anchor: Any
+        ) -> Any:  # here, since later << has brought in other mappings' keys
+            node = super().compose_mapping_node(anchor)
+            _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of them; ValueError where a name comes twice, of which JSON and YAML would keep the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is given twice, expected each name once")
+        found[name] = value
+    return found
 
 
 def _tensors(path: Path) -> list[Tensor]:
