@@ -7,7 +7,7 @@ import torch
 
 import onchip
 from checks import qkv
-from onchip import exact, select
+from onchip import devices, exact, select
 from onchip.bench.cases import Case
 from onchip.observe import observing
 from onchip.verifying import verify
@@ -177,6 +177,23 @@ def test_verify_raises_what_the_call_raises():
         verify(Case(seqlen_q=16), backend="triton")
     with pytest.raises(ValueError, match="padding"):
         verify(Case(seqlen_q=16, mask="padding(99)"))
+
+
+def test_verify_refuses_what_the_memory_does_not_hold(monkeypatch):
+    """In words, before anything is made; and no case that fits."""
+    for backend, case in (
+        (None, Case(seqlen_q=10**9)),
+        (None, Case(seqlen_q=16, seqlen_k=2**31 - 1, what="forward")),
+        (None, Case(lengths=(5, 10**9), heads_q=1)),
+        ("reference", Case(seqlen_q=10**7, heads_q=1, dim=1)),
+    ):
+        with pytest.raises(ValueError, match="takes at least .* GiB .* expected at most .* free on cpu"):
+            verify(case, backend=backend)
+    fits = Case(batch=2, seqlen_q=2, seqlen_k=60, lengths_k=(40, 60), heads_q=1, dim=16, cache=True)
+    assert verify(fits)[0].ok
+    monkeypatch.setattr(devices, "available", lambda device: 2**18)
+    with pytest.raises(ValueError, match="MiB with its float64 truth, expected at most the 0.2 MiB"):
+        verify(Case(seqlen_q=512, heads_q=1, what="both"))
 
 
 def test_worst_is_a_plain_record():

@@ -338,6 +338,22 @@ def _memory() -> int:
         return 8 * GIB
 
 
+def available(device: str) -> int:
+    """Bytes of main memory that a process may still take there; on a CPU within its control group's limit."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    try:
+        found = int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * KIB  # type: ignore[index]
+    except (OSError, TypeError):
+        found = _memory()
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            found = min(found, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return found
+
+
 def _caches() -> dict[int, int]:
     """Bytes of the unified caches of core 0 by level; empty where the system does not say."""
     found: dict[int, int] = {}

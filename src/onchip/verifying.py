@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from onchip import exact
+from onchip import devices, exact
 from onchip.autograd import Call
 from onchip.bench import peers
 from onchip.bench.cases import Case
 from onchip.observe import observing
+from onchip.units import size
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ def verify(
     """The worst element of out, lse, and where the case has a backward pass dq, dk and dv, on fresh normal inputs.
 
     Everything is compared, in chunks of rows: time is that of float64 attention. tick(done, total) counts key heads.
-    Raises what the call raises, NotImplementedError where the backend refuses included.
+    Raises what the call raises, NotImplementedError where the backend refuses included, and ValueError where the
+    memory that is free does not do.
     """
+    _check_memory(case, device, backend)
     given = peers.inputs(case, device)
     seen = _Seen()
     leaves = [x.requires_grad_(case.what != "forward") for x in (given.q, given.k, given.v)]
@@ -74,6 +78,34 @@ def verify(
         )
         for w in worst.values()
     ]
+
+
+def _check_memory(case: Case, device: str, backend: str | None) -> None:
+    """Raise before anything is made: a system that promises more than it has would end the process on the way."""
+    needed, free = _least_memory(case, backend), devices.available(device)
+    if needed > free:
+        raise ValueError(
+            f"memory: {case.label} takes at least {size(needed)} with its float64 truth, expected at most the "
+            f"{size(free)} that are free on {device}; take fewer queries, keys, heads or sequences"
+        )
+
+
+def _least_memory(case: Case, backend: str | None) -> int:
+    """Bytes of q, k, v, out and lse and their gradients, and in float64 of the longest key head's rows and scores."""
+    times = 1 if case.what == "forward" else 2
+    q_shape, k_shape, v_shape = case.shapes
+    rows, itemsize = prod(q_shape[:-1]), case.torch_dtype.itemsize
+    numbers = prod(q_shape) + prod(k_shape) + prod(v_shape) + rows * case.value_dim
+    lengths = ((case.seqlen_q, case.k_len),)
+    if case.lengths:
+        lengths = tuple(zip(case.lengths, case.keys, strict=True))
+    group = max(case.heads_q // max(case.kv_heads, 1), 1)
+    width = case.dim + case.value_dim
+    truth = max(times * (group * m + n) * width + group * n for m, n in lengths)
+    found = times * numbers * itemsize + 4 * rows + 8 * truth
+    if backend == "reference":  # a sequence's scores and weights
+        found += 3 * itemsize * case.heads_q * max(m * n for m, n in lengths)
+    return found
 
 
 class _Seen:
