@@ -93,6 +93,27 @@ def test_a_plan_for_any_gpu_needs_no_triton():
         assert without == json.loads(run("-c", PLANS))
 
 
+PAGE = """
+import hashlib, json
+from onchip.backends.triton import planning
+from onchip.explain import build, figures, tiling
+
+planning.device_facts = lambda index: planning.Facts(9, 4, "")  # of a machine without a GPU
+tiling.SEQLENS, tiling.DIMS, tiling.MASKS, figures.LENGTHS = (128,), (64,), tiling.MASKS[:3], (256, 512)
+numbers, data = build.unpack(build.page(cpu=False))
+print(json.dumps([numbers, hashlib.sha256(data).hexdigest()]))
+"""
+
+
+def test_the_page_needs_no_triton():
+    """Its numbers are those of Triton's and Hopper's kernels, the same as with it."""
+    without = run("-c", BLOCK + PAGE)
+    numbers, _ = json.loads(without)
+    assert numbers["backend"] == "triton" and numbers["grid"]["algorithms"][-1] == "hopper"
+    if importlib.util.find_spec("triton"):
+        assert without == run("-c", PAGE)
+
+
 def test_runs_without_optional_packages():
     code = """
 import torch, onchip
