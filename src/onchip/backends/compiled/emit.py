@@ -227,7 +227,10 @@ def mod_function(fn: Callable[..., Any], tensors: tuple[Tensor, ...]) -> triton.
     symbols = [_Line(trace, name) for name in ("score", "b", "h", "q", "k")]
     tables = [_Table(trace, f"args[{i}]", t.dim()) for i, t in enumerate(tensors)]
     result = trace.run(fn, *symbols, *tables)
-    return _compile("(score, b, h, q, k, args)", "\n".join(trace.lines), f"{result} + score * 0.0")
+    # A choice never taken gives every result the shape of the score at no cost; score * 0 would be NaN where it is inf.
+    return _compile(
+        "(score, b, h, q, k, args)", "\n".join(trace.lines), f"tl.where(score < score, score, {result})"
+    )
 
 
 def table(tensor: Tensor) -> tuple[Any, ...]:
