@@ -110,10 +110,13 @@ class _Attention(torch.autograd.Function):
     """For a call outside of functorch: `apply` binds no signatures, a fifth of a small call's host time."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
-        output = _forward(*inputs)
-        _remember(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        # The tensors are the call's own: bound again only where one is left to be negated.
+        pending = any(t is not None and t.is_neg() for t in tensors)
+        operands = call.bind(tensors) if pending else call.operands
+        output = tuple(call.backend.forward(call.problem, operands, call.tiles))
+        _remember(ctx, (call, *tensors), output)
+        return output  # type: ignore[return-value]
 
     backward = staticmethod(_backward)  # type: ignore[assignment]
 

@@ -72,6 +72,7 @@ TENSORS: dict[str, Spec] = {
     "dk": Spec("k", "dim", "dtype"),
     "dv": Spec("k", "dim_v", "dtype"),
     "delta": Spec("q", "1", "sum"),
+    "row_lse": Spec("q", "1", "sum"),  # lse as the passes after want it
     "l": Spec("q", "1", "sum"),
     "m": Spec("q", "1", "sum"),
     "S": Spec("s", "1", "dtype"),

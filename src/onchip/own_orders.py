@@ -223,9 +223,9 @@ def _triton_backward(
             name, "k", own(name), loads, stores, (), (*visits, "bias"), (), looks, products, listed=listed
         )  # fmt: skip
 
-    delta = Tiles(64 if problem.dim_v <= 128 else 16, own("dq").tile_n)
-    found = [Sweep("delta", "q", delta, ("out", "dout", "lse"), ("delta",))]
-    rows = ("q", "dout", "lse", "delta")
+    delta = Tiles(32 if problem.dim_v <= 128 else 16, own("dq").tile_n)
+    found = [Sweep("delta", "q", delta, ("out", "dout", "lse"), ("row_lse", "delta"))]
+    rows = ("q", "dout", "row_lse", "delta")
     if separate(problem):
         if "k" in needs:  # S, dP, dK
             products = ("dim", "dim_v", "dim")
@@ -251,7 +251,7 @@ def _triton_backward(
 
 def _triton_bias(problem: Problem, tiles: Tiles) -> list[Sweep]:
     """A program a tile of the bias; it is summed on chip over what shares it, and written once over zeros."""
-    wide, visits = frozenset({"dbias"}), ("q", "dout", "lse", "delta", "k", "v", "bias")
+    wide, visits = frozenset({"dbias"}), ("q", "dout", "row_lse", "delta", "k", "v", "bias")
     products = ("dim", "dim_v")  # S, dP
     return [
         Sweep("zero dbias", "q", tiles, (), ("dbias",), wide=wide),

@@ -29,7 +29,7 @@ _OPEN = 3  # its parts do not decide it
 
 # Elements of one look at a stretch of a tile row: about 32 MiB of int64 temporaries.
 _LOOK = 1 << 22
-_KEEP = 16  # schedules kept per mask: the shapes of one training or serving loop, and a few passes of each
+_KEEP = 32  # of each mask: for the shapes of one training or serving loop, lists and launches of its passes
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,7 @@ def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callabl
         raise NotImplementedError(_CAPTURED)
     if any(t.is_inference() for t in tensors):  # those carry no version to tell a change by
         return make()
-    sizes = (
-        problem.batch,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.heads_q,
-        problem.group,
-        problem.device,
-    )
-    whole = (*key, sizes, tuple(layout.q_lens), tuple(layout.k_lens), tuple(t._version for t in tensors))
+    whole = _whole(problem, layout, tensors, key)
     found = mask.cache.get(whole, _ABSENT)
     if found is _ABSENT and captured:
         raise NotImplementedError(_CAPTURED)
@@ -132,6 +124,25 @@ def keep(problem: Problem, layout: Layout, mask: Mask, key: tuple, make: Callabl
         while len(mask.cache) > _KEEP:
             mask.cache.pop(next(iter(mask.cache)), None)
     return found
+
+
+def lasting(problem: Problem, layout: Layout, mask: Mask, key: tuple) -> Any:
+    """What `keep` has that holds in every replay of a graph: of a dense call under a mask without tensors; or None."""
+    if problem.layout != "dense" or mask.tensors():
+        return None
+    return mask.cache.get(_whole(problem, layout, (), key))
+
+
+def _whole(problem: Problem, layout: Layout, tensors: tuple[Tensor, ...], key: tuple) -> tuple:
+    sizes = (
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_q,
+        problem.group,
+        problem.device,
+    )
+    return (*key, sizes, tuple(layout.q_lens), tuple(layout.k_lens), tuple(t._version for t in tensors))
 
 
 def _groups(problem: Problem, layout: Layout, mask: Mask, tiles: Tiles) -> Iterator[Group]:

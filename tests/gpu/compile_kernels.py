@@ -22,7 +22,8 @@ from triton.runtime import driver
 
 import onchip
 from onchip import problem as problems
-from onchip.backends.triton import arguments, backward_pass, forward_pass, launch
+from onchip.backends.compiled import launch
+from onchip.backends.triton import arguments, backward_pass, forward_pass
 from onchip.backends.triton.table import Facts
 from onchip.problem import Operands, Saved
 

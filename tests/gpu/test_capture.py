@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onchip
 from onchip import autograd, capture, problem as problems
 from onchip.backends import reference, triton
-from onchip.backends.compiled import lists
-from onchip.backends.triton import backward_pass, forward_pass, launch, planning
+from onchip.backends.compiled import launch, lists
+from onchip.backends.triton import backward_pass, forward_pass, planning
 from onchip.backends.triton.table import Config
 from onchip.layout import Cache, Varlen
 from onchip.problem import Operands, Saved

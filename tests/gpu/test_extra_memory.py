@@ -14,8 +14,7 @@ import onchip
 from onchip import problem as problems, traffic
 from onchip.backends import triton as backend
 from onchip.backends.compiled import arguments, intervals
-from onchip.backends.compiled.lists import Lists
-from onchip.backends.triton.launch import Step
+from onchip.backends.compiled.launch import Step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -66,23 +65,29 @@ def without(what, function, held):
     return run
 
 
-def kept_lists(mask) -> int:
-    lists = [x[0] for x in mask.cache.values() if isinstance(x, tuple) and isinstance(x[0], Lists)]
-    return sum(x.numel() * x.element_size() for each in lists for x in each[:2])
+def kept(mask) -> int:
+    """Bytes of the lists and intervals that stay with a mask, which its own tensors are not."""
+    own = {x.untyped_storage()._cdata for x in mask.tensors()}
+    known = tree_leaves([[x, getattr(x, "attend", None)] for x in mask.cache.values()])
+    found = tree_leaves([x.rest if isinstance(x, Step) else x for x in known])
+    storages = {
+        x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in found if isinstance(x, torch.Tensor)
+    }
+    return sum(size for address, size in storages.items() if address not in own)
 
 
 def held_by(run, results, mask, monkeypatch):
-    """(bytes that a pass holds at once, its results); lists stay with the mask, and are made before."""
+    """(bytes that a pass holds at once, its results); what stays with the mask is made before."""
     mask.cache.clear()
     run()
-    lists, held = kept_lists(mask), Held()
+    staying, held = kept(mask), Held()
     with monkeypatch.context() as patch:
         for module, name in ((intervals, "rows"), (arguments, "mask_function")):  # on the way to intervals
             patch.setattr(module, name, without("looks", getattr(module, name), held))
         patch.setattr(Step, "run", without("sees", Step.run, held))  # the interpreter's own copies
         with held:
             found = run()
-    return held.most(results(found)) + lists, found
+    return held.most(results(found)) + staying, found
 
 
 def half(*shape):

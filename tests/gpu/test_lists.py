@@ -1,8 +1,11 @@
-"""Tile lists follow their mask: its changes, also where torch counts none, and other bounds on the lengths."""
+"""Lists of tiles and kept launches follow their mask: its changes, also where torch counts none, and their call."""
 
+import pytest
 import torch
 
 import onchip
+from onchip import capture, problem as problems
+from onchip.backends.compiled import lists
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -24,4 +27,113 @@ def test_few_lists_are_kept():
     for n in range(16, 48):
         x = torch.randn(1, n, 1, 16, device=DEVICE)
         onchip.attention(x, x, x, mask=mask, backend="triton")
-    assert len(mask.cache) <= 16
+    assert len(mask.cache) <= 32
+
+
+def blocks(generator):
+    return torch.rand(2, 4, 5, generator=generator).to(DEVICE) < 0.5
+
+
+KEPT = {
+    "blocks": lambda g: (x := blocks(g)[:1, :4, :5].contiguous(), onchip.block_sparse(x, tile=(16, 16))),
+    "dense": lambda g: (x := (torch.rand(1, 4, 64, 80, generator=g) < 0.5).to(DEVICE), onchip.dense(x)),
+    "padding": lambda g: (x := torch.tensor([70, 33], device=DEVICE), onchip.padding(x)),
+    "documents": lambda g: (
+        x := torch.arange(80, device=DEVICE) // 30,
+        onchip.documents(x) & onchip.causal(),
+    ),
+    "where": lambda g: (
+        x := torch.randint(0, 60, (64,), generator=g).to(DEVICE),
+        onchip.where(lambda b, h, q, k, t: k < t[q] + 9 * h, x),
+    ),
+    "a union": lambda g: (
+        x := torch.tensor([3, 17], device=DEVICE),
+        onchip.causal() | onchip.prefix(x) | onchip.sinks(2),
+    ),
+}
+GRADS = {"atol": 2e-2, "rtol": 2e-2}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_launches_kept_with_a_mask_follow_their_call(name):
+    """Its tensors and dtypes, strides and the mask's own values, in turn; a launch is kept from the second call on."""
+    generator = torch.Generator().manual_seed(0)
+    tensor, mask = KEPT[name](generator)
+
+    def compare(dtype, turned, score=None):
+        made = [torch.randn(2, n, 4, 16, generator=generator).to(DEVICE, dtype) for n in (64, 80, 80)]
+        if turned:
+            made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
+        dout = torch.randn(2, 64, 4, 16, generator=generator).to(DEVICE, dtype)
+        found = []
+        for backend in ("triton", "reference"):
+            inputs = [x.detach().requires_grad_() for x in made]
+            out = onchip.attention(*inputs, mask=mask, score=score, backend=backend)
+            found.append((out, *torch.autograd.grad(out, inputs, dout)))
+        bounds = {"atol": 2e-5, "rtol": 1e-4} if dtype is torch.float32 else GRADS
+        for ours, truth in zip(*found, strict=True):
+            torch.testing.assert_close(ours, truth, **bounds)
+
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float16):
+            for turned in (False, True):
+                compare(dtype, turned)
+        compare(torch.float32, False, onchip.Score(sink=torch.randn(4, device=DEVICE)))
+        compare(torch.float32, False, onchip.Score(softcap=5.0))
+        tensor.copy_(tensor.flip(-1))  # in place: the mask is another one now
+
+
+def test_what_a_mask_without_tensors_shows_lasts_in_a_graph(monkeypatch):
+    """Lists of a call before the capture, in which the kinds of tiles are exact, serve the captured call."""
+    q, k, v = (torch.randn(1, 200, 2, 16, device=DEVICE) for _ in range(3))
+    for mask, lasts in (
+        (onchip.where(lambda b, h, q, k: k <= q), True),
+        (
+            onchip.where(
+                lambda b, h, q, k, t: k <= q + t[0], torch.zeros(1, dtype=torch.int64, device=DEVICE)
+            ),
+            False,
+        ),
+    ):
+        out = onchip.attention(q, k, v, mask=mask, backend="triton")
+        kept = [x for key, x in mask.cache.items() if key[0] == "lists"]
+        with monkeypatch.context() as patch:
+            patch.setattr(capture, "capturing", lambda device: True)
+            place, problem = problems.dense(q, k, v, mask, None, None, 0.0, True)
+            operands = problems.Operands(q, k, v, place, mask, onchip.Score())
+            tiles = [key[2] for key in mask.cache if key[0] == "lists"]
+            found = [lists.build(problem, operands, each, False) for each in tiles]
+            assert all((x is y) == lasts for x, y in zip(found, kept, strict=True))
+            again = onchip.attention(q, k, v, mask=mask, backend="triton")
+        torch.testing.assert_close(again, out, atol=1e-6, rtol=1e-5)
+
+
+def test_one_tensor_as_query_key_and_value():
+    """Kernels read a tensor by a descriptor or by its strides: which, they must not take from the tensor itself."""
+    made = torch.randn(1, 70, 2, 16, device=DEVICE)
+    found = []
+    for backend in ("triton", "reference"):
+        x = made.clone().requires_grad_()
+        out = onchip.attention(x, x, x, mask=onchip.causal(), backend=backend)
+        found.append(torch.autograd.grad(out.square().sum(), x)[0])
+    torch.testing.assert_close(*found, atol=5e-5, rtol=1e-4)
+
+
+def test_a_mod_of_an_infinite_score():
+    """What it makes of it counts: a zero times infinity on the way would be NaN."""
+    q, k, v = (torch.randn(1, 20, 1, 16, device=DEVICE) for _ in range(3))
+    bias = torch.zeros(20, 20, device=DEVICE)
+    bias[:, ::3] = -torch.inf
+    mod = onchip.mod(
+        lambda s, b, h, q, k: onchip.plain.where(k % 3 == 0, -4.0, s),
+        grad=lambda s, b, h, q, k: onchip.plain.where(k % 3 == 0, 0.0, 1.0),
+    )
+    score = onchip.Score(bias=bias, mod=mod)
+    found = []
+    for backend in ("triton", "reference"):
+        inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = onchip.attention(*inputs, score=score, backend=backend)
+        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for ours, truth in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, truth, atol=5e-5, rtol=1e-4)

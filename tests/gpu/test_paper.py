@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from onchip.backends.triton import forward_pass, launch, planning, table, tune
+from onchip.backends.compiled import launch
+from onchip.backends.triton import forward_pass, planning, table, tune
 from onchip.backends.triton.table import Config
 from onchip.bench import paper, peers, run
 from onchip.bench.cases import Case

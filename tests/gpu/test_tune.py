@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from onchip.backends.triton import launch, table, tune
+from onchip.backends.compiled import launch
+from onchip.backends.triton import table, tune
 from onchip.backends.triton.table import Config, Facts
 from onchip.backends.triton.tune import Row, Timed
 from onchip.problem import check_types, dense

@@ -44,14 +44,16 @@ def build(
 
     None where spans of the band do: masks of a band alone, and of a band and rows in the forward direction unless
     `rows` asks for them. A cache has none either, since its lengths are on the device: every tile of the band is then
-    visited and masked. A call that is captured as a graph makes its list within the graph, anew in each replay.
+    visited and masked. A call that is captured as a graph makes its list within the graph, anew in each replay; but
+    takes the one that a call before made where no tensor can change the mask.
     """
     if not needed(problem, by_key, rows):
         return None, 0
+    key = ("lists", by_key, tiles)
     if capture.capturing(problem.device):
         kinds = _packed_kinds if problem.layout == "varlen" else _kinds_unseen
-        return _lists(kinds(problem, operands, tiles, by_key), by_key)
-    key = ("lists", by_key, tiles)
+        known = schedule.lasting(problem, operands.layout, operands.mask, key)
+        return known or _lists(kinds(problem, operands, tiles, by_key), by_key)
     make = lambda: _lists(_kinds(problem, operands, tiles, by_key), by_key)  # noqa: E731
     return schedule.keep(problem, operands.layout, operands.mask, key, make)
 

@@ -51,6 +51,12 @@ def visible_pairs(band, rows: Rows, args, b, h, q, k, q_len, k_len, FN: tl.const
 
 
 @triton.jit
+def hide(x, instead, band, rows: Rows, args, b, h, q, k, q_len, k_len, FN: tl.constexpr):
+    """x, with something else for the pairs that are not visible."""
+    return tl.where(visible_pairs(band, rows, args, b, h, q, k, q_len, k_len, FN), x, instead)
+
+
+@triton.jit
 def modified(s, score: Scores, b, h, q, k, q_len, k_len, MOD: tl.constexpr):
     """Scaled scores after every modification, and before the mod."""
     slope = None

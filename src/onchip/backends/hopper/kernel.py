@@ -302,8 +302,8 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
 
 
 @gluon.jit(do_not_specialize=["len_q", "len_k", "heads", "m_blocks", "section", "width", "n_tiles"])
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse: Lse, place, band, rows: Rows, lists, mask_args, score: Scores,
-                   scale, len_q, len_k, heads, m_blocks, section, width, counter, n_tiles, FN: gl.constexpr,
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse: Lse, place, score: Scores, counter, band, rows: Rows, lists,
+                   mask_args, scale, len_q, len_k, heads, m_blocks, section, width, n_tiles, FN: gl.constexpr,
                    MOD: gl.constexpr, C: Variant):  # fmt: skip
     shared = allocate(q_desc.dtype, C)
     work = Work(

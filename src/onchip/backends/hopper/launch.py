@@ -11,8 +11,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip import rules
-from onchip.backends.compiled import arguments, intervals, lists
+from onchip.backends.compiled import arguments, intervals, launch, lists
 from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.launch import Step, aligned, described, prepared
 from onchip.backends.compiled.terms import Scores
 from onchip.backends.hopper import copies
 from onchip.backends.hopper.kernel import forward_kernel
@@ -83,22 +84,21 @@ def descriptor(tensor: Tensor, rows: int, columns: int, pack: int = 1) -> Tensor
     return TensorDescriptor(tensor, shape, steps, block, layout)
 
 
-def cut(k: Tensor, v: Tensor, band: rules.Band, length_q: int) -> tuple[Tensor, Tensor]:
-    """Dense k and v from the first key to the last that the band shows to any query: past them the engine reads 0.
+def cut(problem: Problem, band: rules.Band) -> tuple[int, int] | None:
+    """Keys [lo, hi) of dense tensors that the band shows to any query, if not all: past them the engine reads 0.
 
     `tiles.tile_at` counts keys from the same first one.
     """
-    length_k = k.shape[1]
+    length_q, length_k = problem.seqlen_q, problem.seqlen_k
     lo, hi = 0, length_k
     if (band.left, band.top_left) != (None, None):
         lo = max(rules.first_diagonal(length_q, length_k, band), 0)
     if (band.right, band.top_right) != (None, None):
         hi = max(min(length_k, length_q + rules.last_diagonal(length_q, length_k, band)), 0)
     if (lo, hi) == (0, length_k):
-        return k, v
+        return None
     lo = min(lo, length_k - 1)
-    hi = max(hi, lo + 1)  # a descriptor cannot be empty; what is not seen is masked
-    return k[:, lo:hi], v[:, lo:hi]
+    return lo, max(hi, lo + 1)  # a descriptor cannot be empty; what is not seen is masked
 
 
 class Plan(NamedTuple):
@@ -147,34 +147,74 @@ def forward(problem: Problem, operands: Operands) -> Output:
 
 
 def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> None:
-    mask, layout, device = operands.mask, operands.layout, operands.q.device
-    band = mask.band or rules.Band()
-    parts = set(problem.mask_parts) - {"band"}
-    made = plan(problem, band, bool(parts) and mask.dependence(problem)[1], device.index or 0)
-    C = made.C
-    q, k, v = operands.q, operands.k, operands.v
-    tiles_of, width, function, mask_args, rows_of = None, 0, None, None, Rows()
-    if parts:
-        v = without_unseen(problem, operands)
-        tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
-        tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
-        function, mask_args = arguments.mask_function(problem, operands)
-        rows_of = intervals.rows(problem, operands)
-    elif problem.mask_parts and not C.packed:
-        k, v = cut(k, v, band, problem.seqlen_q)
-    score, mod = Scores(), None
-    if problem.score_parts:
-        score, mod = arguments.scores(operands), arguments.mod(operands)
-    place = None
+    layout, sink = operands.layout, operands.score.sink
+    place, lengths = None, ()
     if isinstance(layout, Varlen):
-        lengths = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k
-        place = Packed(*(x if x is None else x.contiguous() for x in lengths))  # kernels step through them
-    columns = C.held if 0 < C.held < C.dim else C.dim
-    forward_kernel[(made.programs,)](
-        descriptor(addressable(q), 64, columns, C.pack), descriptor(addressable(k), C.tile_n, C.dim),
-        descriptor(addressable(v), C.tile_n, C.dim_v),
-        descriptor(out, 64, C.held if C.share_q else C.dim_v, C.pack),
-        Lse(lse, 0 if C.packed else lse.stride(0), lse.stride(-2)), place, band, rows_of, tiles_of, mask_args, score,
-        problem.scale, problem.seqlen_q, problem.seqlen_k, made.heads, made.m_blocks, made.section, width,
-        zero(device) if C.dynamic else None, made.n_tiles, FN=function, MOD=mod, C=made.constants, num_warps=4,
-        maxnreg=made.chosen.registers)  # fmt: skip
+        found = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.used_q, layout.used_k
+        place = Packed(*(x if x is None else x.contiguous() for x in found))  # kernels step through them
+        lengths = tuple(x for x in place if x is not None)
+    inputs = operands.q, operands.k, operands.v
+    steady = aligned(*inputs, sink, *lengths) and not any(map(copies, inputs))
+    whole = launch.key(problem, operands, place) if steady else None
+    whole = None if whole is None else ("hopper", *whole)
+    attend = prepared(lambda: Attend(problem, operands), whole, problem, operands)
+    attend.run(operands, out, lse, place, whole is not None)
+
+
+class Attend:
+    """The launch for a problem but for its tensors."""
+
+    def __init__(self, problem: Problem, operands: Operands):
+        mask, band = operands.mask, operands.mask.band or rules.Band()
+        parts = set(problem.mask_parts) - {"band"}
+        made = plan(problem, band, bool(parts) and mask.dependence(problem)[1], operands.q.device.index or 0)
+        C = made.C
+        tiles_of, width, function, mask_args, rows_of = None, 0, None, None, Rows()
+        self.problem, self.made, self.looks, self.cut = problem, made, bool(parts), None
+        if parts:
+            tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
+            tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
+            function, mask_args = arguments.mask_function(problem, operands)
+            rows_of = intervals.rows(problem, operands)
+        elif problem.mask_parts and not C.packed:
+            self.cut = cut(problem, band)
+        self.fields: tuple[dict[str, Any], ...] | None = None
+        mod = arguments.mod(operands) if problem.score_parts else None
+        self.step = Step(
+            forward_kernel, (made.programs,),
+            (band, rows_of, tiles_of, mask_args, problem.scale, problem.seqlen_q, problem.seqlen_k, made.heads,
+             made.m_blocks, made.section, width, made.n_tiles),
+            FN=function, MOD=mod, C=made.constants, num_warps=4, maxnreg=made.chosen.registers)  # fmt: skip
+
+    def run(self, operands: Operands, out: Tensor, lse: Tensor, place: Packed | None, steady: bool) -> None:
+        C, (q, k, v), score = self.made.C, operands[:3], Scores()
+        if self.looks:
+            v = without_unseen(self.problem, operands)
+            steady = steady and not copies(v)
+        if self.cut is not None:
+            lo, hi = self.cut
+            k, v = k[:, lo:hi], v[:, lo:hi]
+            steady = steady and aligned(k, v)
+        if self.problem.score_parts:
+            score = arguments.scores(operands)
+        counter = zero(q.device) if C.dynamic else None
+        rows = Lse(lse, 0 if C.packed else lse.stride(0), lse.stride(-2))
+        changing = *self._descriptors(q, k, v, out, steady), rows, place, score, counter
+        self.step.run(changing, steady)
+
+    def _descriptors(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, steady: bool
+    ) -> list[TensorDescriptor]:
+        C, tensors = self.made.C, (q, k, v, out)
+        if steady and self.fields is not None:
+            return [described(TensorDescriptor, x, f) for x, f in zip(tensors, self.fields, strict=True)]
+        columns = C.held if 0 < C.held < C.dim else C.dim
+        made = [
+            descriptor(addressable(q), 64, columns, C.pack),
+            descriptor(addressable(k), C.tile_n, C.dim),
+            descriptor(addressable(v), C.tile_n, C.dim_v),
+            descriptor(out, 64, C.held if C.share_q else C.dim_v, C.pack),
+        ]
+        if steady:
+            self.fields = tuple({n: x for n, x in d.__dict__.items() if n != "base"} for d in made)
+        return made

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip import dropout, rules
-from onchip.backends.compiled import arguments, emit, intervals, lists
+from onchip.backends.compiled import arguments, emit, intervals, launch, lists
 from onchip.backends.compiled.intervals import Rows
 from onchip.backends.compiled.terms import Scores
 from onchip.backends.triton.parts import Drop, Place, View
@@ -20,9 +20,6 @@ from onchip.layout import Cache, Dense, Layout
 from onchip.problem import Operands, Problem
 from onchip.schedule import Tiles
 
-# Masks and scores that are a few numbers (and a sink): nothing of theirs needs a look at each call.
-_FEW_PARTS = ((), ("band",))
-_FEW_SCORES = ((), ("softcap",), ("sink",), ("softcap", "sink"))
 _DENSE, _PLAIN = Place(), Scores()
 
 
@@ -63,11 +60,11 @@ def _dims(dim: int, dim_v: int) -> dict[str, int]:
     return {"D": dim, "DIM": max(power(dim), least), "DV": dim_v, "DIM_V": max(power(dim_v), least)}
 
 
-def described(tensor: Tensor, fields: dict[str, Any]) -> TensorDescriptor:
-    """A descriptor whose fields but its base are known: its own checks take longer than all else of a launch."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(fields, base=tensor)
-    return made
+def described(
+    pair: tuple[Tensor, Tensor], fields: tuple[dict, dict]
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    (a, b), (of_a, of_b) = pair, fields
+    return launch.described(TensorDescriptor, a, of_a), launch.described(TensorDescriptor, b, of_b)
 
 
 @lru_cache(maxsize=4096)
@@ -118,31 +115,7 @@ class Launch:
         self.problem, self.operands = problem, operands
         self.place = _place(operands.layout)
         self.new = operands.layout.new if isinstance(operands.layout, Cache) else 0
-        self.key = self._key()
-
-    def _key(self) -> tuple | None:
-        """What determines every argument but addresses, lengths and seeds; None: it takes more than a few numbers."""
-        problem, operands = self.problem, self.operands
-        if problem.mask_parts not in _FEW_PARTS or problem.score_parts not in _FEW_SCORES:
-            return None
-        q, k, v, score = operands.q, operands.k, operands.v, operands.score
-        place = None
-        if self.place is not _DENSE:
-            place = tuple([x.dtype if isinstance(x, Tensor) else x for x in self.place])
-        sink = None if score.sink is None else score.sink.dtype
-        device = q.device.index
-        return (
-            problem,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            operands.mask.band,
-            score.softcap,
-            sink,
-            place,
-            device,
-            isinstance(operands.seed, int),
-        )
+        self.key = launch.key(problem, operands, None if self.place is _DENSE else self.place)
 
     @property
     def small_tensors(self) -> list[Tensor]:
@@ -176,7 +149,7 @@ class Launch:
         fields = self.geometries(pair, rows)
         if fields is None or any(x.data_ptr() % 16 for x in pair):
             return None, None
-        return described(pair[0], fields[0]), described(pair[1], fields[1])
+        return described(pair, fields)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -199,13 +172,19 @@ class Launch:
         mask = self.operands.mask
         if tiles is not None and mask.blocks and lists.tell_blocks(self.problem):
             cut = tuple(b for b in mask.blocks if b.tile_m % tiles.tile_m or b.tile_n % tiles.tile_n)
-            mask = replace(mask, blocks=cut)
-        return arguments.mask_function(self.problem, self.operands._replace(mask=mask))
+            if cut != mask.blocks:
+                mask = replace(mask, blocks=cut)
+                return arguments.mask_function(self.problem, self.operands._replace(mask=mask))
+        return self._whole_function
+
+    @cached_property
+    def _whole_function(self) -> tuple[Any, Any]:
+        return arguments.mask_function(self.problem, self.operands)
 
     @property
     def scores(self) -> Scores:
         score = self.operands.score
-        if self.problem.score_parts in _FEW_SCORES:
+        if self.problem.score_parts in launch.FEW_SCORES:
             return (
                 _PLAIN
                 if not self.problem.score_parts

@@ -15,9 +15,11 @@ from onchip.backends.triton.parts import (
     LOG2E,
     Drop,
     Place,
+    Statistics,
     View,
     keep_bits,
     key_offsets,
+    list_range,
     load_block,
     load_rows,
     philox_key,
@@ -31,9 +33,10 @@ from onchip.backends.triton.parts import (
 
 
 @triton.jit(do_not_specialize=["lse_stride", *LENGTHS])
-def delta_kernel(out: View, dout: View, lse, dlse, delta, place: Place, lse_stride, len_q, len_k, heads_q, m_blocks,
-                 DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr):  # fmt: skip
-    """delta = rowsum(out * dout) - dlse, shaped as lse; 0 in rows without a key, whatever their dout holds."""
+def delta_kernel(out: View, dout: View, lse, dlse, rest, stats: Statistics, place: Place, lse_stride, len_q, len_k,
+                 heads_q, m_blocks, DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+                 MODIFIED: tl.constexpr):  # fmt: skip
+    """What the other kernels ask of query rows: delta = rowsum(out * dout) - dlse, and lse as they want it."""
     pid = tl.program_id(0)
     i = pid % m_blocks
     h = (pid // m_blocks) % heads_q
@@ -50,27 +53,37 @@ def delta_kernel(out: View, dout: View, lse, dlse, delta, place: Place, lse_stri
     if dlse is not None:
         sums -= tl.load(dlse + offsets, mask=ok, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + offsets, mask=ok, other=float("-inf"))
-    tl.store(delta + offsets, tl.where(row_lse == float("-inf"), 0.0, sums), mask=ok)
+    nothing = row_lse == float("-inf")
+    if not MODIFIED:
+        row_lse *= LOG2E
+    at = stats.ptr + statistic_offsets(place, b, h, q_start, rows, heads_q, stats.head)
+    here = ok if place.cu_q is not None else rows < stats.head  # past a packed sequence is its neighbour
+    tl.store(at, tl.where(nothing, float("inf"), row_lse), mask=here)
+    tl.store(at + stats.plane, tl.where(nothing, 0.0, sums), mask=here)
+    if MODIFIED:
+        row_rest = tl.zeros_like(sums)
+        if rest is not None:
+            row_rest = tl.load(rest + offsets, mask=ok, other=0.0) * LOG2E
+        tl.store(at + 2 * stats.plane, row_rest, mask=here)
 
 
 @triton.jit
-def row_statistics(
-    lse, rest, delta, place: Place, b, h, q_start, qi, heads_q, lse_stride, ok, MODIFIED: tl.constexpr
-):
-    """lse, what it lost to rounding, and delta of query rows; lse in units of log2 unless scores are MODIFIED.
-
-    exp2(s - inf) = 0: rows without a key get no weight.
-    """
-    offsets = statistic_offsets(place, b, h, q_start, qi, heads_q, lse_stride)
-    row_lse = tl.load(lse + offsets, mask=ok, other=float("-inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    row_rest = tl.zeros_like(row_lse)
-    if MODIFIED:
-        if rest is not None:
-            row_rest = tl.load(rest + offsets, mask=ok, other=0.0)
+def row_statistics(stats: Statistics, place: Place, b, h, q_start, qi, heads_q, ok, MODIFIED: tl.constexpr):
+    """lse, what it lost to rounding (only of MODIFIED scores), and delta of query rows, as `delta_kernel` left them."""
+    at = stats.ptr + statistic_offsets(place, b, h, q_start, qi, heads_q, stats.head)
+    if place.cu_q is None:
+        row_lse = tl.load(at)
+        row_delta = tl.load(at + stats.plane)
+        row_rest = row_delta
+        if MODIFIED:
+            row_rest = tl.load(at + 2 * stats.plane)
     else:
-        row_lse *= LOG2E
-    return row_lse, row_rest, tl.load(delta + offsets, mask=ok, other=0.0)
+        row_lse = tl.load(at, mask=ok, other=float("inf"))
+        row_delta = tl.load(at + stats.plane, mask=ok, other=0.0)
+        row_rest = row_delta
+        if MODIFIED:
+            row_rest = tl.load(at + 2 * stats.plane, mask=ok, other=0.0)
+    return row_lse, row_rest, row_delta
 
 
 @triton.jit
@@ -82,7 +95,7 @@ def weights(s, scale, score: Scores, b, h, q, k, q_len, k_len, row_lse, row_rest
     if MODIFIED:
         raw = s * scale
         after, before = modified(raw, score, b, h, q, k, q_len, k_len, MOD)
-        p = tl.math.exp2(((after - row_lse) - row_rest) * LOG2E)
+        p = tl.math.exp2((after - row_lse) * LOG2E - row_rest)
     else:
         p = tl.math.exp2(s * (scale * LOG2E) - row_lse)
     if visible is not None:
@@ -107,7 +120,7 @@ def unwind(ds, raw, before, score: Scores, b, h, q, k, q_len, k_len, visible, MO
 
 
 @triton.jit
-def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, lse, rest, lse_stride, delta,
+def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, stats: Statistics,
                   place: Place, band, rows: Rows, lists, mask_args, score: Scores, drop: Drop, seed, b, h, j, n0, lo,
                   hi, width, q_start, q_len, k_len, heads_q, scale, D: tl.constexpr, DIM: tl.constexpr,
                   DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -119,13 +132,13 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
     AHEAD: tl.constexpr = lists is not None  # see tile_number
     number = lo
     if AHEAD:
-        number = tile_number(lists, b, h, j, lo, hi, width)
+        number = tile_number(lists, b, h, j, lo, width)
     for position in tl.range(lo, hi):
         if not AHEAD:
-            number = tile_number(lists, b, h, j, position, hi, width)
+            number = tile_number(lists, b, h, j, position, width)
         m0 = number * TILE_M
         if AHEAD:
-            number = tile_number(lists, b, h, j, position + 1, hi, width)
+            number = tile_number(lists, b, h, j, position + 1, width)
         qi = m0 + tl.arange(0, TILE_M)
         ok = qi < q_len
         batch = b if place.cu_q is None else 0
@@ -137,9 +150,7 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
             q_tile = load_rows(q.ptr + h.to(tl.int64) * q.head, q_off, q.dim, ok, D, DIM)
             do_off = row_offsets(dout, place, b, q_start, qi)
             do_tile = load_rows(dout.ptr + h.to(tl.int64) * dout.head, do_off, dout.dim, ok, DV, DIM_V)
-        row_lse, row_rest, row_delta = row_statistics(
-            lse, rest, delta, place, b, h, q_start, qi, heads_q, lse_stride, ok, MODIFIED
-        )
+        row_lse, row_rest, row_delta = row_statistics(stats, place, b, h, q_start, qi, heads_q, ok, MODIFIED)
         visible = None
         if MASKED:
             visible = visible_pairs(band, rows, mask_args, b, h, qi[None, :], keys, q_len, k_len, FN)
@@ -170,8 +181,8 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["lse_stride", "seed_lo", "seed_hi", *LENGTHS])
-def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, lse, rest, delta, lse_stride, place: Place,
+@triton.jit(do_not_specialize=["seed_lo", "seed_hi", *LENGTHS])
+def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, stats: Statistics, place: Place,
                 score: Scores, seed_lo, seed_hi, dk: View, dv: View, drop: Drop, band, flipped, rows: Rows, lists,
                 mask_args, scale, len_q, len_k, heads_q, n_blocks, width, GROUP: tl.constexpr, D: tl.constexpr,
                 DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -207,10 +218,8 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, lse, res
     for g in range(GROUP):
         h = head_k * GROUP + g
         if lists is not None:
-            base = lists.counts + 2 * (b.to(tl.int64) * lists.batch + h * lists.head + j * lists.row)
             lo = 0
-            full_lo = tl.load(base)
-            full_hi = full_lo + tl.load(base + 1)
+            full_lo, full_hi = list_range(lists, b, h, j, FIRST == 1)
             hi = full_hi
         else:
             lo, full_lo, full_hi, hi = spans(j, TILE_N, TILE_M, k_len, q_len, flipped)
@@ -221,7 +230,7 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, lse, res
             start = lo if part == 0 else (full_lo if part == 1 else full_hi)
             stop = full_lo if part == 0 else (full_hi if part == 1 else hi)
             dk_acc, dv_acc = key_tile_loop(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, do_desc, lse, rest, lse_stride, delta, place, band,
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, do_desc, stats, place, band,
                 rows, lists, mask_args, score, drop, seed, b, h, j, n0, start, stop, width, q_start, q_len, k_len,
                 heads_q, scale, D, DIM, DV, DIM_V, TILE_M, TILE_N, FN, MOD, MOD_GRAD, CLEAN, part != 1, MODIFIED,
                 WANT_K, WANT_V)  # fmt: skip
@@ -275,14 +284,14 @@ def score_tile_grad(q_tile, do_tile, row_lse, row_rest, row_delta, k: View, v: V
     return ds, inner, k_tile
 
 
-@triton.jit(do_not_specialize=["lse_stride", "seed_lo", "seed_hi", *LENGTHS])
-def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, lse, rest, delta, lse_stride, place: Place,
+@triton.jit(do_not_specialize=["seed_lo", "seed_hi", *LENGTHS])
+def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, stats: Statistics, place: Place,
               score: Scores, seed_lo, seed_hi, dq: View, dslope, drop: Drop, band, rows: Rows, lists, mask_args, scale,
               len_q, len_k, heads_q, m_blocks, width, GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
               DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
               MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr,
               LAST: tl.constexpr):  # fmt: skip
-    """One program a query tile of one head. dslope (shaped as lse, or None): each row's share of the ALiBi slope."""
+    """One program a query tile of one head. dslope (a plane as of stats) or None: each row's ALiBi slope."""
     MODIFIED: tl.constexpr = (
         (score.softcap is not None)
         or (score.alibi is not None)
@@ -305,29 +314,27 @@ def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, lse, rest, 
     q_tile = load_rows(q.ptr + h.to(tl.int64) * q.head, q_off, q.dim, ok, D, DIM)
     do_off = row_offsets(dout, place, b, q_start, qi)
     do_tile = load_rows(dout.ptr + h.to(tl.int64) * dout.head, do_off, dout.dim, ok, DV, DIM_V)
-    row_lse, row_rest, row_delta = row_statistics(
-        lse, rest, delta, place, b, h, q_start, qi, heads_q, lse_stride, ok, MODIFIED
-    )
+    row_lse, row_rest, row_delta = row_statistics(stats, place, b, h, q_start, qi, heads_q, ok, MODIFIED)
     if CLEAN:  # rows that see no key may hold NaN
         do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
     seed = philox_key(seed_lo, seed_hi)
     dq_acc = tl.zeros([TILE_M, DIM], tl.float32)
     slope = tl.zeros([TILE_M], tl.float32)
     lo, full_lo, full_hi, hi = tile_range(place, band, rows, lists, b, h, i, qi, ok, q_len, k_len, TILE_M, TILE_N,
-                                          FN)  # fmt: skip
+                                          FN, FIRST)  # fmt: skip
     AHEAD: tl.constexpr = lists is not None  # see tile_number
     for part in tl.static_range(FIRST, LAST):
         start = lo if part == 0 else (full_lo if part == 1 else full_hi)
         stop = full_lo if part == 0 else (full_hi if part == 1 else hi)
         number = start
         if AHEAD:
-            number = tile_number(lists, b, h, i, start, stop, width)
+            number = tile_number(lists, b, h, i, start, width)
         for position in tl.range(start, stop):
             if not AHEAD:
-                number = tile_number(lists, b, h, i, position, stop, width)
+                number = tile_number(lists, b, h, i, position, width)
             n0 = number * TILE_N
             if AHEAD:
-                number = tile_number(lists, b, h, i, position + 1, stop, width)
+                number = tile_number(lists, b, h, i, position + 1, width)
             ds, inner, k_tile = score_tile_grad(
                 q_tile, do_tile, row_lse, row_rest, row_delta, k, v, k_desc, v_desc, place, band, rows, mask_args,
                 score, drop, seed, b, h, head_k, qi, n0, k_start, q_len, k_len, heads_q, scale,
@@ -339,4 +346,4 @@ def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, lse, rest, 
     dq_off = row_offsets(dq, place, b, q_start, qi)
     store_rows(dq.ptr + h.to(tl.int64) * dq.head, dq_off, dq.dim, ok, dq_acc * scale, D, DIM)
     if dslope is not None:
-        tl.store(dslope + statistic_offsets(place, b, h, q_start, qi, heads_q, lse_stride), slope, mask=ok)
+        tl.store(dslope + statistic_offsets(place, b, h, q_start, qi, heads_q, stats.head), slope, mask=ok)

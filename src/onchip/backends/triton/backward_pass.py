@@ -10,11 +10,12 @@ from torch import Tensor
 
 from onchip import rules
 from onchip.backends.compiled import lists
+from onchip.backends.compiled.launch import Step, aligned, prepared
 from onchip.backends.triton import backward_kernels as kernels
 from onchip.backends.triton.arguments import Launch, view, with_values
 from onchip.backends.triton.bias_kernel import dbias_kernel
-from onchip.backends.triton.launch import Step, aligned, prepared
-from onchip.backends.triton.planning import device_facts, key_passes, modifies
+from onchip.backends.triton.parts import Statistics
+from onchip.backends.triton.planning import device_facts, key_passes, modifies, statistics_shape
 from onchip.backends.triton.table import Config, config
 from onchip.layout import Varlen
 from onchip.problem import Grads, Operands, Problem, Saved
@@ -48,7 +49,10 @@ class _Run:
         self.packed = isinstance(layout, Varlen)
         used = (layout.used_q, layout.used_k) if isinstance(layout, Varlen) else (None, None)
         self.unwritten = {"q": used[0] is not None, "k": used[1] is not None, "v": used[1] is not None}
-        self.delta = torch.zeros_like(saved.lse) if self.unwritten["q"] else torch.empty_like(saved.lse)
+        shape = statistics_shape(launch.problem, saved.lse.shape[-1])
+        self.stats = torch.empty(shape, dtype=torch.float32, device=saved.lse.device)
+        if self.unwritten["q"]:
+            self.stats.zero_()
         operands = launch.operands
         self.steady = launch.key is not None and aligned(
             operands.q, operands.k, operands.v, dout, saved.out, saved.lse, self.rest, self.dlse, operands.score.sink,
@@ -69,7 +73,7 @@ class _Run:
             if self.saved.out.numel():
                 self._delta()
             else:
-                self.delta.zero_()
+                self.stats.zero_()
             grads["sink"] = self._sink_grad()
         return Grads(**grads)
 
@@ -88,27 +92,39 @@ class _Run:
 
     def _step(self, make: Callable[..., Any], name: str) -> Any:
         """The kept step of a pass. What its kernel is compiled for depends besides the launch on these."""
-        more = (
-            self.dout.stride(),
-            self.saved.out.stride(),
-            self.dlse is None,
-            self.rest is None,
-            self.saved.needs,
-        )
-        return prepared(make, self.launch, name, more)
+        launch, saved = self.launch, self.saved
+        whole = None
+        if launch.key is not None:
+            absent = self.dlse is None, self.rest is None
+            whole = (name, *launch.key, self.dout.stride(), saved.out.stride(), *absent, saved.needs)
+        return prepared(lambda: make(launch, name), whole, launch.problem, launch.operands)
 
     def _common(self) -> tuple[Any, ...]:
         """What every kernel over tiles takes after its tensors."""
-        launch, lse = self.launch, self.saved.lse
-        return lse, self.rest, self.delta, lse.shape[-1], launch.place, launch.scores, *launch.seed
+        launch = self.launch
+        return self._statistics(), launch.place, launch.scores, *launch.seed
 
-    def _views(self) -> tuple[Any, ...]:
-        operands = self.launch.operands
-        return view(operands.q), view(operands.k), view(operands.v), view(self.dout)
+    def _statistics(self) -> Statistics:
+        return Statistics(self.stats, self.stats.stride(0), self.stats.shape[-1])
+
+    def _views(self, *described: str) -> tuple[Any, ...]:
+        """q, k, v and dout, but for those that descriptors stand for."""
+        q, k, v = self.launch.operands[:3]
+        tensors = {"q": q, "k": k, "v": v, "dout": self.dout}
+        return tuple(None if name in described else view(x) for name, x in tensors.items())
 
     def _delta(self) -> None:
-        saved, lse = self.saved, self.saved.lse
-        args = view(saved.out), view(self.dout), lse, self.dlse, self.delta, self.launch.place, lse.shape[-1]
+        out, lse = view(self.saved.out), self.saved.lse
+        args = (
+            out,
+            view(self.dout),
+            lse,
+            self.dlse,
+            self.rest,
+            self._statistics(),
+            self.launch.place,
+            lse.shape[-1],
+        )
         self._step(_delta_step, "delta").run(args, self.steady)
 
     def _key_grads(self) -> dict[str, Tensor]:
@@ -119,16 +135,18 @@ class _Run:
             step, chosen = self._step(_key_step, name)
             descriptors = self.launch.descriptors((self.launch.operands.q, self.dout), chosen.tile_m)
             targets = (views.get(output) if output in outputs else None for output in ("k", "v"))
-            step.run((*self._views(), *descriptors, *self._common(), *targets), self.steady)
+            read = self._views(*(() if descriptors[0] is None else ("q", "dout")))
+            step.run((*read, *descriptors, *self._common(), *targets), self.steady)
         return grads
 
     def _query_grads(self) -> dict[str, Tensor]:
         step, chosen = self._step(_query_step, "dq")
         operands, saved = self.launch.operands, self.saved
         dq = self.fresh("q")
-        dslope = torch.zeros_like(saved.lse) if "alibi" in saved.needs else None
+        dslope = torch.zeros_like(self.stats[0]) if "alibi" in saved.needs else None
         descriptors = self.launch.descriptors((operands.k, operands.v), chosen.tile_n)
-        args = (*self._views(), *descriptors, *self._common(), view(dq), dslope)
+        read = self._views(*(() if descriptors[0] is None else ("k", "v")))
+        args = (*read, *descriptors, *self._common(), view(dq), dslope)
         step.run(args, self.steady and dslope is None)
         if dslope is None:
             return {"q": dq}
@@ -149,8 +167,9 @@ class _Run:
 
     def _sink_grad(self) -> Tensor:
         """The sink takes part as a key without value: dP = 0, so dS = -P * delta."""
-        sink, lse, delta = self.launch.operands.score.sink, self.saved.lse, self.delta
+        sink, lse = self.launch.operands.score.sink, self.saved.lse
         assert sink is not None
+        delta = self.stats[1][..., : lse.shape[-1]]
         heads_first = (lse, delta) if self.packed else (lse.transpose(0, 1), delta.transpose(0, 1))
         lse, d = (x.flatten(1) for x in heads_first)  # [heads, rows]
         p = torch.exp(sink.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
@@ -171,13 +190,14 @@ def _meta(launch: Launch, chosen: Config, function: Any) -> dict[str, Any]:
 def _delta_step(launch: Launch, name: str) -> Step:
     problem = launch.problem
     tile = 32 if problem.dim_v <= 128 else 16
-    m_blocks = -(-problem.seqlen_q // tile)
+    rows = statistics_shape(problem, problem.seqlen_q)[-1]  # up to the end of any tile
+    m_blocks = -(-rows // tile)
     # A product fused with the first addition across lanes is rounded differently in each of them, and it is left open
     # whose sum of a row is stored: without fusion all have the same bits. One warp: 36.7 us for 38.4 of four (H200).
     return Step(
         kernels.delta_kernel, (m_blocks * problem.heads_q * problem.batch,),
         (*launch.lengths, problem.heads_q, m_blocks),
-        DV=problem.dim_v, DIM_V=launch.dims["DIM_V"], TILE_M=tile, num_warps=1,
+        DV=problem.dim_v, DIM_V=launch.dims["DIM_V"], TILE_M=tile, MODIFIED=modifies(problem), num_warps=1,
         enable_fp_fusion=False)  # fmt: skip
 
 

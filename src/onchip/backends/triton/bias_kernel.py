@@ -10,6 +10,7 @@ from onchip.backends.triton.parts import (
     LENGTHS,
     Drop,
     Place,
+    Statistics,
     View,
     load_rows,
     philox_key,
@@ -18,8 +19,8 @@ from onchip.backends.triton.parts import (
 )
 
 
-@triton.jit(do_not_specialize=["lse_stride", "seed_lo", "seed_hi", "db_batch", "db_head", "db_row", *LENGTHS])
-def dbias_kernel(q: View, k: View, v: View, dout: View, lse, rest, delta, lse_stride, place: Place, score: Scores,
+@triton.jit(do_not_specialize=["seed_lo", "seed_hi", "db_batch", "db_head", "db_row", *LENGTHS])
+def dbias_kernel(q: View, k: View, v: View, dout: View, stats: Statistics, place: Place, score: Scores,
                  seed_lo, seed_hi, dbias, db_batch, db_head, db_row, db_key, drop: Drop, band, rows: Rows, mask_args,
                  scale, len_q, len_k, batch, heads_q, m_blocks, n_blocks, GROUP: tl.constexpr, D: tl.constexpr,
                  DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr,
@@ -67,7 +68,7 @@ def dbias_kernel(q: View, k: View, v: View, dout: View, lse, rest, delta, lse_st
                 do_off = row_offsets(dout, place, b, q_start, qi)
                 do_tile = load_rows(dout.ptr + h.to(tl.int64) * dout.head, do_off, dout.dim, ok, DV, DIM_V)
                 row_lse, row_rest, row_delta = row_statistics(
-                    lse, rest, delta, place, b, h, q_start, qi, heads_q, lse_stride, ok, MODIFIED
+                    stats, place, b, h, q_start, qi, heads_q, ok, MODIFIED
                 )
                 do_tile = tl.where((row_lse == float("inf"))[:, None], 0.0, do_tile)
                 for n in range(n_lo, n_hi):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.backends.compiled import lists
+from onchip.backends.compiled.launch import Step, aligned, prepared
 from onchip.backends.triton.arguments import (
     Launch,
     described,
@@ -15,7 +16,6 @@ from onchip.backends.triton.arguments import (
     with_values,
 )
 from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
-from onchip.backends.triton.launch import Step, aligned, prepared
 from onchip.backends.triton.parts import View
 from onchip.backends.triton.planning import cut, device_facts, keeps_rest, partial_shapes
 from onchip.problem import Operands, Output, Problem
@@ -30,7 +30,8 @@ def forward(problem: Problem, operands: Operands) -> Output:
         out, lse, rest = forward(*with_values(problem, operands))
         return Output(out[..., :0], lse, rest)
     launch = Launch(problem, operands)
-    return prepared(Forward, launch, "forward").run(launch)
+    whole = None if launch.key is None else ("forward", *launch.key)
+    return prepared(lambda: Forward(launch, "forward"), whole, problem, operands).run(launch)
 
 
 class Forward:
@@ -108,11 +109,13 @@ class Forward:
         q, k, v, _, _, score, _ = launch.operands
         steady = launch.key is not None and aligned(q, k, v, score.sink, *launch.small_tensors)
         if self.fields is not None and steady:
-            k_desc, v_desc = (described(x, fields) for x, fields in zip((k, v), self.fields))
+            k_desc, v_desc = described((k, v), self.fields)
         else:
             k_desc, v_desc = launch.descriptors((k, v), self.chosen.tile_n)
         of_q, of_k, of_v = self.strides
+        of_keys = None, None  # a kernel reads either descriptors or these
+        if k_desc is None:
+            of_keys = make_view((k, *of_k)), make_view((v, *of_v))
         self.attend.run(
-            (make_view((q, *of_q)), make_view((k, *of_k)), make_view((v, *of_v)), k_desc, v_desc, launch.place,
-             launch.new, launch.scores, *launch.seed, out, lse, rest,
-             lse_stride), steady)  # fmt: skip
+            (make_view((q, *of_q)), *of_keys, k_desc, v_desc, launch.place, launch.new, launch.scores, *launch.seed,
+             out, lse, rest, lse_stride), steady)  # fmt: skip

@@ -47,6 +47,18 @@ class Drop(NamedTuple):
     keep_scale: Any  # 1 / (1 - p)
 
 
+class Statistics(NamedTuple):
+    """Planes of numbers of query rows, (batch, heads, rows) with room up to the end of a tile, or (heads, total_q).
+
+    Plane 0: lse, in units of log2 unless scores are modified, and inf in a row without a key: exp2(s - inf) = 0.
+    Plane 1: delta, 0 in such a row. Plane 2, where scores are modified: what lse lost to rounding, in units of log2.
+    """
+
+    ptr: Any
+    plane: Any
+    head: Any
+
+
 @triton.jit
 def sequence(place: Place, b, len_q, len_k, new):
     """(q_start, k_start, q_len, k_len) of sequence b; new: keys that this call appended to a cache."""
@@ -140,16 +152,14 @@ def load_block(desc, b, head, row, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def tile_range(place, band, rows: Rows, lists, b, head, i, qi, row_ok, q_len, k_len,
-               TILE_Q: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr):  # fmt: skip
+               TILE_Q: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr, FIRST: tl.constexpr):  # fmt: skip
     """Positions to visit, as [lo, full_lo) masked, [full_lo, full_hi) unmasked, [full_hi, hi) masked.
 
     A position is a key tile, or an entry of the tile row's list. The last key tile's tail needs the mask.
     """
     if lists is not None:
-        base = lists.counts + 2 * (b.to(tl.int64) * lists.batch + head * lists.head + i * lists.row)
         lo = 0
-        full_lo = tl.load(base)
-        full_hi = full_lo + tl.load(base + 1)
+        full_lo, full_hi = list_range(lists, b, head, i, FIRST == 1)
         hi = full_hi
     else:
         lo, full_lo, full_hi, hi = spans(i, TILE_Q, TILE_N, q_len, k_len, band)
@@ -176,17 +186,27 @@ def tile_range(place, band, rows: Rows, lists, b, head, i, qi, row_ok, q_len, k_
 
 
 @triton.jit
-def tile_number(lists, b, head, i, position, end, width):
-    """The key tile at a position of tile row i, 0 past its end.
+def tile_number(lists, b, head, i, position, width):
+    """The key tile at a position of tile row i; past the last one that is to be visited, any.
 
     Loops that read a list read it a step ahead: a load of a tile that waits for the load of its number would stop the
-    pipeline.
+    pipeline. For the same reason nothing here waits for the list's length.
     """
     number = position
     if lists is not None:
         row = b.to(tl.int64) * lists.batch + head * lists.head + i * lists.row
-        number = tl.load(lists.tiles + row * width + position, mask=position < end, other=0)
+        number = tl.load(lists.tiles + row * width + tl.minimum(position, width - 1))
     return number
+
+
+@triton.jit
+def list_range(lists, b, head, i, WHOLE: tl.constexpr):
+    """Tile row i's partial tiles are at positions [0, full_lo), its full ones at [full_lo, hi). WHOLE: all are full."""
+    base = lists.counts + 2 * (b.to(tl.int64) * lists.batch + head * lists.head + i * lists.row)
+    full_lo = 0
+    if not WHOLE:
+        full_lo = tl.load(base)
+    return full_lo, full_lo + tl.load(base + 1)
 
 
 @triton.jit

@@ -5,7 +5,6 @@ Nothing here needs triton, so that a plan can be made without it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
@@ -14,12 +13,11 @@ import torch
 
 from onchip import devices
 from onchip.backends.compiled import intervals, lists
-from onchip.backends.triton.table import Config, Facts, config, packs, separate
+from onchip.backends.compiled.launch import INTERPRETED
+from onchip.backends.triton.table import Config, Facts, config, modifies, packs, separate
 from onchip.mask import Mask
 from onchip.problem import Operands, Problem
 from onchip.schedule import Tiles
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache(maxsize=16)
@@ -38,11 +36,6 @@ def known_facts(device: str | None) -> Facts:
         return device_facts(0)
     known = devices.device(device)
     return Facts(known.capability, known.units, "")
-
-
-def modifies(problem: Problem) -> bool:
-    """Whether scores are more than scaled products."""
-    return not {"softcap", "alibi", "bias", "mod"}.isdisjoint(problem.score_parts)
 
 
 def choose_splits(problem: Problem, programs: int, key_tiles: int, multiprocessors: int) -> int:
@@ -95,6 +88,13 @@ def forward_memory(problem: Problem, operands: Operands, facts: Facts) -> int:
     return 4 * numbers + lists.size(problem, operands, tiles, False) + intervals.size(problem, operands)
 
 
+def statistics_shape(problem: Problem, rows: int) -> tuple[int, ...]:
+    """What the backward pass keeps of query rows (`parts.Statistics`): with room up to the end of the widest tile."""
+    rows += -rows % 128
+    lead = (problem.heads_q,) if problem.layout == "varlen" else (problem.batch, problem.heads_q)
+    return 3 if modifies(problem) else 2, *lead, rows
+
+
 def key_passes(problem: Problem, needs: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The passes that make dK and dV, as far as wanted: one, or one each where a table row says so."""
     passes = {"dk": ("k",), "dv": ("v",)} if separate(problem) else {"dkdv": ("k", "v")}
@@ -102,22 +102,25 @@ def key_passes(problem: Problem, needs: Iterable[str]) -> dict[str, tuple[str, .
 
 
 def backward_memory(problem: Problem, operands: Operands, needs: Iterable[str], facts: Facts) -> int:
-    """Bytes of delta and `rest`, of what the mask becomes, and of what sums the gradients of the score, one by one."""
+    """Bytes of the rows' statistics and `rest`, of what the mask becomes, and of what sums the score's gradients."""
     q, score, rows = operands.q, operands.score, 4 * operands.q[..., 0].numel()
+    shape = statistics_shape(problem, q.shape[-3])
+    stats = 4 * prod(shape)
     packed, heads = problem.layout == "varlen", problem.heads_q
     sink = rows * (2 if problem.batch == 1 or packed else 4) + 4 * heads if "sink" in needs else 0
     if q.numel() == 0 or problem.seqlen_k == 0:
-        return rows + sink
+        return stats + sink
     of_queries = not {"q", "alibi"}.isdisjoint(needs)
     passes = dict.fromkeys(key_passes(problem, needs), True) | ({"dq": False} if of_queries else {})
     listed = {(by_key, Tiles(*config(problem, name, facts)[:2])) for name, by_key in passes.items()}
-    held = rows * (2 if modifies(problem) else 1)
+    held = stats + (rows if modifies(problem) else 0)
     held += sum(lists.size(problem, operands, tiles, by_key) for by_key, tiles in listed)
     held += intervals.size(problem, operands)
     if of_queries and "q" not in needs:
         held += q.numel() * q.element_size()
     # Of packed sequences the slopes' running sums are in float64, twice at once.
-    slopes = rows + (4 * rows + 8 * heads if packed else 4 * problem.batch * heads) if "alibi" in needs else 0
+    wide = stats // shape[0]
+    slopes = wide + (4 * wide + 8 * heads if packed else 4 * problem.batch * heads) if "alibi" in needs else 0
     bias = score.bias if "bias" in needs else None
     sums = 0 if bias is None or bias.dtype is torch.float32 else 4 * bias.numel()
     return held + max(slopes, sums, sink)

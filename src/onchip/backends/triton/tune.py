@@ -21,7 +21,8 @@ import triton
 from torch import Tensor
 
 from onchip import masks
-from onchip.backends.triton import backward_pass, forward_pass, launch, planning, table
+from onchip.backends.compiled import launch
+from onchip.backends.triton import backward_pass, forward_pass, planning, table
 from onchip.backends.triton.planning import device_facts
 from onchip.backends.triton.table import Config
 from onchip.problem import Operands, Problem, Saved, check_types, dense

@@ -87,6 +87,6 @@ const LABELS = {
 };
 const TENSORS = {
   q: "Q", k: "K", v: "V", out: "out", S: "S", P: "P", lse: "lse", dout: "dO", dq: "dQ", dk: "dK", dv: "dV", dP: "dP",
-  dS: "dS", delta: "δ", l: "ℓ", m: "m",
+  dS: "dS", delta: "δ", row_lse: "lse", l: "ℓ", m: "m",
 };
 const tensorName = (name) => TENSORS[name] ?? name;

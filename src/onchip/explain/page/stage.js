@@ -75,7 +75,7 @@ class Stage {
     const thick = margin * 0.22, near = margin - thick - 3, far = near - thick - 2;
     const reads = this.at ? this.at.loads.map(([name]) => name) : [];
     const sideOf = (names) => reads.some((name) => names.has(name));
-    const rowReads = sideOf(new Set(["q", "out", "dout", "dq", "lse", "delta", "l", "m"]));
+    const rowReads = sideOf(new Set(["q", "out", "dout", "dq", "lse", "row_lse", "delta", "l", "m"]));
     const keyReads = sideOf(new Set(["k", "v", "dk", "dv"]));
     c.font = `${Math.max(9, margin * 0.25)}px system-ui, sans-serif`;
     for (let m = 0; m < this.rows; m++) {

@@ -11,7 +11,7 @@ const ABOUT = {
 const PHASES = { "zero O": "an empty output", "zero dQ": "an empty dQ", "zero dq": "an empty dQ", attend: "attention", gradients: "gradients", dkdv: "dK and dV", dq: "dQ", delta: "δ = row sums of dO · out" };
 const SPEEDS = [["2", "2 steps a second"], ["8", "8 steps a second"], ["20s", "all in 20 s"], ["6s", "all in 6 s"]];
 
-function tilingPart({ grid, backend }, data) {
+function tilingPart({ grid }, data) {
   const chosen = { algorithm: 0, tile: [64, 64] };
   let run = null, stage = null, at = 0, sums = null, timer = null;
 
@@ -75,8 +75,7 @@ function tilingPart({ grid, backend }, data) {
     const [name, about, texts] = grid.masks[$("mask").value];
     $("about-mask").textContent = `Mask ${name}: ${about}; ${percent(run.pairs / seqlen() ** 2)} of the pairs are visible. ` +
       `Written: ${texts[seqlen()]}`;
-    $("about-mode").textContent = ABOUT[grid.algorithms[chosen.algorithm]] +
-      (grid.algorithms[chosen.algorithm] === "onchip" && backend !== "triton" ? ` Drawn here is the order of its ${backend} backend.` : "");
+    $("about-mode").textContent = ABOUT[grid.algorithms[chosen.algorithm]];
     go(0);
   }
 
