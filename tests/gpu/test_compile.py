@@ -19,7 +19,7 @@ MORE_SPILLS = {  # Ampere's products keep both operands in registers
     ("cuda:80", "bias d64", "dbias_kernel"): 260,
     ("cuda:80", "dropout d64", "dq_kernel"): 160,
     ("cuda:80", "dropout d64, its seed in memory", "dq_kernel"): 160,
-    # Two programs a multiprocessor all the same, which is faster than smaller tiles without (`backends/triton/table.py`).
+    # Two programs a multiprocessor all the same: faster than smaller tiles without spills (backends/triton/table.py).
     ("cuda:90", "causal d128", "dkdv_kernel"): 190,
     ("cuda:90", "window d128", "dkdv_kernel"): 330,
     # Loads of one number at a time, each with an address and a mask.

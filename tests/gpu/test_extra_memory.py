@@ -150,12 +150,18 @@ CASES = {
 }
 
 
+def here(layout):
+    """A plan's layout, whose lengths are on the CPU, on the device."""
+    fields = [getattr(layout, field.name) for field in dataclasses.fields(layout)]
+    return type(layout)(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in fields))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_triton_s_passes_hold_what_is_counted(name, monkeypatch):
     tensors, options, learned = CASES[name]()
     plan = onchip.plan(*tensors, **options, backend="triton")
-    mask, score = dataclasses.replace(plan.mask), plan.score
-    operands = problems.Operands(*tensors, plan.layout, mask, score)
+    mask, score, layout = dataclasses.replace(plan.mask), plan.score, here(plan.layout)
+    operands = problems.Operands(*tensors, layout, mask, score)
 
     def counted(step, needs=("q", "k", "v")):
         stated = plan.problem, plan.layout, mask, "onchip", step
