@@ -146,16 +146,31 @@ def native(run: dict) -> str:
     )
 
 
+def watch(run: dict) -> str:
+    header = [
+        "case",
+        "call us",
+        "look us",
+        f"check us, one of {run['every']} calls",
+        "share of the calls' time",
+    ]
+    body = []
+    for r in run["results"]:
+        times = [f"{r['call_us']:.0f}", f"{r['look_us']:.1f}", f"{r['check_us']:.0f}"]
+        body.append([r["case"], *times, f"{r['share']:.2%}", f"{r['both']:.2%}" if "both" in r else ""])
+    return "\n" + rows([*header, "the same by timing both ways"], body)
+
+
 def main() -> None:
     text = "# Benchmarks\n\nMade by `benchmarks/table.py` from the runs in `results/`. Compare within one table only.\n"
     for title, name, table in (
         ("Hopper backend", "h200-hopper", hopper),
         ("Hopper backend, other problems", "h200-hopper-others", others),
         ("Triton backend", "h200-triton", gpu),
-        ("Triton backend, shorter sequences (an earlier commit)", "h200-triton-short", triton),
         ("CPU: native kernels", "cpu-native", native),
         ("CPU: native kernels on a newer core (an earlier commit)", "cpu-native-zen5", native),
         ("CPU: the tiled loop of torch operations", "cpu-tiled", cpu),
+        ("CPU: what onchip.watch() costs", "cpu-watch", watch),
     ):
         file = HERE / "results" / f"{name}.json"
         if not file.exists():  # not measured yet

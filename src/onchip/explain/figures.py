@@ -24,7 +24,6 @@ TRIPS = (1024, 4096, 16384)
 RUNS = (  # file, what ran
     ("h200-hopper", "onchip's Hopper kernel"),
     ("h200-triton", "onchip's Triton kernels"),
-    ("h200-triton-short", "onchip's Triton kernels earlier, other lengths"),
     ("h200-peers", "other libraries alone, more of them"),
 )
 SERIES = {
