@@ -1,0 +1,86 @@
+"""A kept launch takes the compiled kernel of its first call, which Triton chose by the values of whole numbers too."""
+
+import pytest
+import torch
+
+import onchip
+from onchip import problem as problems
+from onchip.backends.compiled import launch
+from onchip.backends.hopper import launch as hopper
+from onchip.backends.triton import backward_pass, forward_pass
+from onchip.inputs import varlen_layout
+from onchip.problem import Operands, Saved
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FREE = {"new", "lse_stride", "seed_lo", "seed_hi"}  # do_not_specialize: of any value
+BLOCKS = torch.arange(9, device=DEVICE).view(1, 1, 3, 3) % 4 > 0
+MASKS = {
+    "full": onchip.Mask,
+    "causal": onchip.causal,
+    "window": lambda: onchip.window(9, 0),
+    "blocks": lambda: onchip.block_sparse(BLOCKS, tile=(16, 16)),
+    "where": lambda: onchip.where(lambda b, h, q, k: (q + k) % 3 > 0),
+    "padding": lambda: onchip.padding(torch.tensor([9, 33, 20], device=DEVICE)),
+}
+LENGTHS = ((40, 16, 1), (40, 40, 16), (40, 23, 1), (40, 8, 8), (40, 1, 0))  # in all 57, 96, 64, 56, 41
+
+
+def kind(x, name=""):
+    """What Triton compiles a kernel for, of an argument."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, tuple):
+        return tuple(kind(each, name) for each in x)
+    if isinstance(x, int):
+        return name if name in FREE else (x == 1, x % 16 == 0, abs(x) < 2**31)
+    return x if x is None else (type(x).__name__, str(getattr(x, "block_shape", "")))
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """The steps whose launches were steady; each is held to what its first one was of."""
+    found, run = {}, launch.Step.run
+
+    def checked(step, changing, steady):
+        if steady:
+            names = step.kernel.arg_names
+            kinds = [kind(x, name) for x, name in zip(changing, names, strict=False)]
+            assert found.setdefault(step, kinds) == kinds
+        if step.kernel is not hopper.forward_kernel:
+            run(step, changing, steady)
+
+    monkeypatch.setattr(launch.Step, "run", checked)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(hopper, "zero", lambda device: torch.zeros(1, dtype=torch.int32, device=device))
+    launch.forget()
+    return found
+
+
+def stated(lengths, mask, score):
+    """A dense problem, or with `lengths` a packed one, of fresh tensors."""
+    rows = (3, 40) if lengths is None else (sum(lengths),)
+    q, k, v = (torch.randn(*rows, heads, 16, device=DEVICE).half() for heads in (4, 2, 2))
+    if lengths is None:
+        place = problems.dense_layout(q, k, v)
+    else:
+        cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        place = varlen_layout(q, k, v, cu, cu, 40, 40, None, None)
+    kind = "dense" if lengths is None else "varlen"
+    return problems.state(q, k, v, place, kind, mask, score), Operands(q, k, v, place, mask, score)
+
+
+@pytest.mark.parametrize("score", ["plain", "sink"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_steady_launches_are_of_one_kind(layout, name, score, steady):
+    mask = MASKS[name]()
+    for lengths in LENGTHS if layout == "packed" else [None] * 3:
+        sink = torch.randn(4, device=DEVICE) if score == "sink" else None
+        problem, operands = stated(lengths, mask, onchip.Score(sink=sink))
+        hopper.forward(problem, operands)
+        out, lse, rest = forward_pass.forward(problem, operands)
+        saved = Saved(out, lse, rest, frozenset("qkv"))
+        backward_pass.backward(problem, operands, saved, torch.randn_like(out), None)
+    names = {step.kernel.fn.__name__ for step in steady}
+    assert names == {"forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"}
+    assert any(step.kernel is hopper.forward_kernel for step in steady)
