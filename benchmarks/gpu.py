@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out benchmarks/results/h200-triton.json
 
 Cool regime: an idle pause before each measurement, implementations in turn, medians, fresh random inputs. Every timed
-configuration is first checked against float64 on a few sampled query rows. FLOPs: 4 N^2 d h b forward (the visible
+configuration is first checked: out against float64 on a few sampled query rows, gradients against FlashAttention-2's. FLOPs: 4 N^2 d h b forward (the visible
 share of it under a mask), 2.5 times that backward.
 """
 
@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,13 @@ def error(out: torch.Tensor, q, k, v, mask: onchip.Mask | None) -> float:
     return (out[0, rows, 0].double() - truth).abs().max().item()
 
 
+def gradient_error(backward: dict[str, Callable[[], Any]]) -> float:
+    """Largest difference of a gradient from FlashAttention-2's, as a share of its norm: about 5e-3 in bfloat16."""
+    ours, theirs = backward["onchip"](), backward["fa2"]()
+    pairs = [(a.float(), b.transpose(1, 2).float()) for a, b in zip(ours, theirs, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
 def grid(record: list[dict], seqlens: list[int], repeats: int, pause: float) -> None:
     for dim in (64, 128, 256):
         for n in seqlens:
@@ -85,11 +93,13 @@ def grid(record: list[dict], seqlens: list[int], repeats: int, pause: float) -> 
                 flops = 4 * shape[0] * shape[2] * n * n * dim * (0.5 if causal else 1.0)
                 forward, backward = _calls(q, k, v, dout, mask, causal)
                 off = error(attention(q, k, v, mask=mask), q, k, v, mask)
+                share = gradient_error(backward)
+                assert share < 2e-2, f"gradients differ by {share:.1e} at dim {dim}, N = {n}"
                 for step, calls, work in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
                     ms = measure(calls, repeats, pause)
                     rates = {name: work / t / 1e9 for name, t in ms.items()}
                     row = {"case": step, "dim": dim, "seqlen": n, "causal": causal, "ms": ms, "tflops": rates}
-                    record.append(row | {"error": off})
+                    record.append(row | {"error": off, "gradient_error": share})
                     print(
                         step,
                         dim,
