@@ -3,8 +3,8 @@
     python benchmarks/gpu.py --out benchmarks/results/h200-triton.json
 
 Cool regime: an idle pause before each measurement, implementations in turn, medians, fresh random inputs. Every timed
-configuration is first checked: out against float64 on a few sampled query rows, gradients against FlashAttention-2's. FLOPs: 4 N^2 d h b forward (the visible
-share of it under a mask), 2.5 times that backward.
+configuration is first checked: out against float64 on a few sampled query rows, gradients against FlashAttention-2's.
+FLOPs: 4 N^2 d h b forward (the visible share of it under a mask), 2.5 times that backward.
 """
 
 import argparse
