@@ -156,7 +156,8 @@ def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> N
     inputs = operands.q, operands.k, operands.v
     steady = aligned(*inputs, sink, *lengths) and not any(map(copies, inputs))
     whole = launch.key(problem, operands, place) if steady else None
-    if whole is not None:  # Triton compiles for what it sees of a stride, which here is the rows of all sequences
+    if whole is not None:
+        # Triton compiles for what it sees of a stride, which in packed lse is the rows of all sequences.
         whole = ("hopper", *whole, lse.stride(-2) % 16 == 0, lse.stride(-2) == 1)
     attend = prepared(lambda: Attend(problem, operands), whole, problem, operands)
     attend.run(operands, out, lse, place, whole is not None)
