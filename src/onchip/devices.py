@@ -346,9 +346,13 @@ def available(device: str) -> int:
         found = int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * KIB  # type: ignore[index]
     except (OSError, TypeError):
         found = _memory()
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for group, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
         try:
-            found = min(found, int(Path(limit).read_text()))
+            left = int(Path(group, limit).read_text()) - int(Path(group, used).read_text())
+            found = min(found, max(left, 0))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return found

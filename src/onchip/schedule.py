@@ -29,7 +29,7 @@ _OPEN = 3  # its parts do not decide it
 
 # Elements of one look at a stretch of a tile row: about 32 MiB of int64 temporaries.
 _LOOK = 1 << 22
-_KEEP = 32  # of each mask: for the shapes of one training or serving loop, lists and launches of its passes
+_KEEP = 64  # of each mask: some 7 a shape of a training or serving loop, lists and launches of its passes
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ def _whole(problem: Problem, layout: Layout, tensors: tuple[Tensor, ...], key: t
         problem.heads_q,
         problem.group,
         problem.device,
+        torch.cuda.current_device() if problem.device == "cuda" and torch.cuda.is_initialized() else 0,
     )
     return (*key, sizes, tuple(layout.q_lens), tuple(layout.k_lens), tuple(t._version for t in tensors))
 

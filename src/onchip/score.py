@@ -104,6 +104,9 @@ class Score:
                 raise ValueError(
                     f"softcap: got {self.softcap}, expected a finite number above 0 (None for none)"
                 )
+            object.__setattr__(
+                self, "softcap", float(self.softcap)
+            )  # kernels are compiled for one or the other
         for name in ("alibi", "bias", "sink"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, Tensor) or not value.is_floating_point()):

@@ -5,11 +5,13 @@ import torch
 
 import onchip
 from onchip import problem as problems
+from onchip.backends import reference
 from onchip.backends.compiled import launch
 from onchip.backends.hopper import launch as hopper
 from onchip.backends.triton import backward_pass, forward_pass
 from onchip.inputs import varlen_layout
 from onchip.problem import Operands, Saved
+from onchip.schedule import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FREE = {"new", "lse_stride", "seed_lo", "seed_hi"}  # do_not_specialize: of any value
@@ -29,7 +31,8 @@ CASES = (
     ("where", False),
     ("padding", False),
 )
-LENGTHS = ((40, 16, 1), (40, 40, 16), (40, 1, 0))  # in all 57, 96, 41
+# Rows in all 0, 1, 57, 96 and 41: also of none and of one, whose strides are those of others.
+LENGTHS = ((0, 0, 0), (0, 1, 0), (40, 16, 1), (40, 40, 16), (40, 1, 0))
 
 
 def kind(x, name=""):
@@ -40,7 +43,9 @@ def kind(x, name=""):
         return tuple(kind(each, name) for each in x)
     if isinstance(x, int):
         return name if name in FREE else (x == 1, x % 16 == 0, abs(x) < 2**31)
-    return x if x is None else (type(x).__name__, str(getattr(x, "block_shape", "")))
+    if isinstance(x, hopper.TensorDescriptor):  # whose strides are kept
+        return tuple(x.block_shape), tuple(x.strides)
+    return x if x is None else type(x).__name__
 
 
 @pytest.fixture
@@ -85,8 +90,19 @@ def test_steady_launches_are_of_one_kind(layout, name, has_sink, steady):
         problem, operands = stated(lengths, mask, onchip.Score(sink=sink))
         hopper.forward(problem, operands)
         out, lse, rest = forward_pass.forward(problem, operands)
+        truth = reference.forward(problem, operands, Tiles(16, 16))
+        torch.testing.assert_close(out, truth.out, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse, truth.lse, atol=2e-3, rtol=2e-3)
         saved = Saved(out, lse, rest, frozenset("qkv"))
         backward_pass.backward(problem, operands, saved, torch.randn_like(out), None)
     names = {step.kernel.fn.__name__ for step in steady}
+    if (layout, name) == ("packed", "padding"):  # which would wait for the lengths
+        assert not names
+        return
     assert names == {"forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"}
     assert any(step.kernel is hopper.forward_kernel for step in steady)
+
+
+def test_a_softcap_is_a_float():
+    """A kernel compiled for a whole number takes no other: 30 and 30.0 are one key of what is kept."""
+    assert type(onchip.Score(softcap=30).softcap) is float

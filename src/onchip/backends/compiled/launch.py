@@ -53,9 +53,11 @@ def key(problem: Problem, operands: Operands, place: tuple[Any, ...] | None) -> 
     score = operands.score
     if problem.score_parts not in FEW_SCORES:
         return None
-    if problem.mask_parts not in _FEW_PARTS and problem.layout not in ("dense", "varlen"):
-        return None  # what such masks become depends on a cache's lengths
+    if problem.mask_parts not in _FEW_PARTS and not _lasts(problem):
+        return None
     q, k, v = operands.q, operands.k, operands.v
+    if q.numel() == 0 or k.numel() == 0:  # packed sequences without rows, whose strides are like others'
+        return None
     if place is not None:
         place = tuple([x.dtype if isinstance(x, Tensor) else x for x in place])
     return (
@@ -70,6 +72,14 @@ def key(problem: Problem, operands: Operands, place: tuple[Any, ...] | None) -> 
         q.device.index,
         isinstance(operands.seed, int),
     )
+
+
+def _lasts(problem: Problem) -> bool:
+    """Whether what a mask becomes may be kept: not of a cache, whose lengths are on the device; nor of packed sequences
+    under rows alone, as they would wait for their lengths, which lists of tiles have done for other masks.
+    """
+    rows = set(problem.mask_parts) <= {"band", "rows"}
+    return problem.layout == "dense" or (problem.layout == "varlen" and not rows)
 
 
 def prepared(make: Callable[[], T], whole: tuple | None, problem: Problem, operands: Operands) -> T:

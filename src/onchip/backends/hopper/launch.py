@@ -154,11 +154,13 @@ def _attend(problem: Problem, operands: Operands, out: Tensor, lse: Tensor) -> N
         place = Packed(*(x if x is None else x.contiguous() for x in found))  # kernels step through them
         lengths = tuple(x for x in place if x is not None)
     inputs = operands.q, operands.k, operands.v
-    steady = aligned(*inputs, sink, *lengths) and not any(map(copies, inputs))
+    # Of a single row in all, descriptors hold another stride (see `descriptor`).
+    single = isinstance(layout, Varlen) and 1 in (len(operands.q), len(operands.k))
+    steady = not single and aligned(*inputs, sink, *lengths) and not any(map(copies, inputs))
     whole = launch.key(problem, operands, place) if steady else None
     if whole is not None:
         # Triton compiles for what it sees of a stride, which in packed lse is the rows of all sequences.
-        whole = ("hopper", *whole, lse.stride(-2) % 16 == 0, lse.stride(-2) == 1)
+        whole = ("hopper", *whole, lse.stride(-2) % 16 == 0)
     attend = prepared(lambda: Attend(problem, operands), whole, problem, operands)
     attend.run(operands, out, lse, place, whole is not None)
 
