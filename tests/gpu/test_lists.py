@@ -24,7 +24,7 @@ def test_a_mask_made_in_inference_mode_is_followed():
 
 def test_few_lists_are_kept():
     mask = onchip.where(lambda b, h, q, k: (q + k) % 3 == 0)
-    for n in range(16, 60):
+    for n in range(1, 36):  # a list and a launch of each
         x = torch.randn(1, n, 1, 16, device=DEVICE)
         onchip.attention(x, x, x, mask=mask, backend="triton")
     assert len(mask.cache) <= schedule._KEEP
@@ -75,11 +75,9 @@ def test_launches_kept_with_a_mask_follow_their_call(name):
             torch.testing.assert_close(ours, truth, **bounds)
 
     for _ in range(2):
-        for dtype in (torch.float32, torch.float16):
-            for turned in (False, True):
-                compare(dtype, turned)
-        compare(torch.float32, False, onchip.Score(sink=torch.randn(4, device=DEVICE)))
-        compare(torch.float32, False, onchip.Score(softcap=5.0))
+        compare(torch.float32, False)
+        compare(torch.float32, True)
+        compare(torch.float16, False, onchip.Score(sink=torch.randn(4, device=DEVICE)))
         tensor.copy_(tensor.flip(-1))  # in place: the mask is another one now
 
 
