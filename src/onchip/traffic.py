@@ -81,10 +81,11 @@ class Traffic:
     cache catches every repeated read and write within a sweep, as it may where several heads' keys fit in it; between
     sweeps, whole tensors pass through.
     extra_memory: peak bytes that the pass takes beyond its inputs and results. Of onchip it is what the backend's own
-    planning states: results of keys' shares, delta, what lse lost to rounding (kept for the backward pass, and counted
-    in both), sums in float32 whose results are narrower, lists of tiles and intervals of queries (lists stay with the
-    mask), bits of a mask and on a CPU what looking at it takes, threads' buffers. Exact for kernels, but what a look at
-    a mask takes on the way to its lists and intervals, and on a GPU to its bits (some MiB), is left out; of the
+    planning states: results of keys' shares, delta and in Triton lse as its passes want it, what lse lost to rounding
+    (kept for the backward pass, and counted in both), sums in float32 whose results are narrower, lists of tiles and
+    intervals of queries (both stay with the mask), bits of a mask and on a CPU what looking at it takes, threads'
+    buffers. Exact for kernels, but what a look at a mask takes on the way to its lists and intervals, and on a GPU to
+    its bits (some MiB), is left out; of the
     backends that are torch operations an estimate. No inputs (q, k, v, mask, score; out, lse and dout of a backward
     pass) and no results (out, lse, gradients), not the copies that `Plan.copies` names, nor what torch's allocator
     rounds up to.

@@ -53,7 +53,7 @@ def key(problem: Problem, operands: Operands, place: tuple[Any, ...] | None) -> 
     score = operands.score
     if problem.score_parts not in FEW_SCORES:
         return None
-    if problem.mask_parts not in _FEW_PARTS and not _lasts(problem):
+    if problem.mask_parts not in _FEW_PARTS and not _stays(problem):
         return None
     q, k, v = operands.q, operands.k, operands.v
     if q.numel() == 0 or k.numel() == 0:  # packed sequences without rows, whose strides are like others'
@@ -74,7 +74,7 @@ def key(problem: Problem, operands: Operands, place: tuple[Any, ...] | None) -> 
     )
 
 
-def _lasts(problem: Problem) -> bool:
+def _stays(problem: Problem) -> bool:
     """Whether what a mask becomes may be kept: not of a cache, whose lengths are on the device; nor of packed sequences
     under rows alone, as they would wait for their lengths, which lists of tiles have done for other masks.
     """

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from onchip.backends.compiled.intervals import Rows
-from onchip.backends.compiled.terms import Scores, modified, visible_pairs
+from onchip.backends.compiled.terms import Scores, hide as hide_pairs, modified
 from onchip.backends.hopper.loader import load
 from onchip.backends.hopper.parts import (
     EMPTY,
@@ -77,10 +77,8 @@ def hide(s, tile, key, q, h, k, work, FN: gl.constexpr, C: Variant):
             s = gl.where((q + (tile.first - key))[:, None] - lane <= fixed, s, float("-inf"))
     else:
         k = (key + k)[None, :]
-        visible = visible_pairs(
-            work.band, work.rows, work.mask_args, tile.b, h, q[:, None], k, tile.q_len, tile.k_len, FN
-        )
-        s = gl.where(visible, s, float("-inf"))
+        s = hide_pairs(s, float("-inf"), work.band, work.rows, work.mask_args, tile.b, h, q[:, None], k, tile.q_len,
+                       tile.k_len, FN)  # fmt: skip
     return s
 
 
