@@ -83,6 +83,16 @@ def hide(s, tile, key, q, h, k, work, FN: gl.constexpr, C: Variant):
 
 
 @gluon.jit
+def needs_mask(tile, position, FIRST: gl.constexpr, C: Variant):
+    """Whether a block of the tile's visit is masked. A band's first one always is, where any may be."""
+    if FIRST and C.band_only:
+        masked = C.masked
+    else:
+        masked = ((position < tile.partial) | (position >= tile.full)) if C.edges else False
+    return masked
+
+
+@gluon.jit
 def weights(s, row_max, row_sum, tile, key, masked, work, score, scale, W: gl.constexpr,
             FN: gl.constexpr, MOD: gl.constexpr, C: Variant):  # fmt: skip
     """The softmax of a block of scores, after what modifies and what hides them."""
@@ -142,12 +152,10 @@ def step(o, p, alpha, row_max, row_sum, held, turn, at, shared, tile, position, 
     """
     KIND: gl.constexpr = shared.k.dtype
     key = block_at(tile, work, position, C)
+    masked = needs_mask(tile, position, FIRST, C)
     if FIRST:
-        masked = C.masked
         row_max = gl.full([64], FLOOR, gl.float32, row_of(C.tile_n))
         row_sum = quad_sum(gl.zeros([64, C.tile_n], gl.float32, accumulator(C.tile_n)))
-    else:
-        masked = ((position < tile.partial) | (position >= tile.full)) if C.edges else False
     if C.ping_pong:
         join(gl.to_tensor(turn_of(C.stages) + W), 256)
     s = issue_scores(held, turn, at, shared, W, C)
@@ -181,7 +189,8 @@ def begin(held, turn, at, shared, tile, work, score, scale, W: gl.constexpr, FN:
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(EMPTY + at.slot, 128 * C.warpgroups + 32)
     key = block_at(tile, work, 0, C)
-    x, row_max, row_sum, alpha = weights(s, row_max, row_sum, tile, key, C.masked, work, score, scale, W,
+    masked = needs_mask(tile, 0, True, C)
+    x, row_max, row_sum, alpha = weights(s, row_max, row_sum, tile, key, masked, work, score, scale, W,
                                          FN, MOD, C)  # fmt: skip
     after = at.next()
     mbarrier.wait(shared.full.index(after.slot), after.phase)
