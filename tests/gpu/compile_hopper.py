@@ -101,17 +101,24 @@ def report(case: str) -> dict:
         "loops": len(products),
         "spills_in_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in products),
         "unset": unset(sass),
-        "overlap": all(overlaps(loop) for loop in products),
+        "ahead": config(problem).ahead,
+        "order": [order(loop) for loop in products],
         "named_barriers": sorted({int(n) for n in re.findall(r"bar\.(?:sync|arrive)\s+(\d+)", ptx)}),
         "kilobytes": round(len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", sass)) * 16 / 1024),
     }
 
 
-def overlaps(loop: str) -> bool:
-    """Whether exponentials stand between the wait for the scores and the wait for the values."""
-    words = re.findall(r"WARPGROUP\.DEPBAR|MUFU\.EX2", loop)
-    waits = [n for n, word in enumerate(words) if word == "WARPGROUP.DEPBAR"]
-    return len(waits) == 2 and waits[1] - waits[0] > 16
+def order(loop: str) -> list[str]:
+    """Waits for products, arrivals at named barriers, and runs of what the softmax is made of, as they follow."""
+    names = {
+        "WARPGROUP.DEPBAR": "wait",
+        "BAR.ARV": "arrive",
+        "FMNMX": "maxima",
+        "MUFU.EX2": "exp",
+        "HGMMA": "products",
+    }
+    words = [names[word] for word in re.findall("|".join(map(re.escape, names)), loop)]
+    return [word for n, word in enumerate(words) if n == 0 or words[n - 1] != word]
 
 
 def main(share: int, shares: int) -> None:

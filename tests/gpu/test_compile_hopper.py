@@ -10,31 +10,66 @@ from pathlib import Path
 import pytest
 
 SHARED = 232448  # bytes of a block on compute capability 9.0 (CUDA programming guide)
+# The newest Triton beside the one that is installed: `make test` puts it there.
+NEWEST = Path(sys.prefix) / "triton-newest"
+MEASURED = (
+    "3.6."  # the Triton that the table was measured with, whose assembler is more careful than later ones
+)
 # Bytes of registers in memory: outside the loops, values that are read once a tile beside 64 to 128 accumulators.
-# Triton 3.9 is less careful than 3.6.
-OLD = version("triton").startswith("3.6.")
-SPILLS = 160 if OLD else 352
+SPILLS, SPILLS_LATER = 160, 352
 # Accesses to them in a loop, where there may be any: three warpgroups leave 160 registers a thread.
-IN_LOOPS = {"d64 window long": 2 if OLD else 14}
+IN_LOOPS, IN_LOOPS_LATER = {"d64 window long": 2}, {"d64 window long": 14}
 SHARES = 2
+
+
+def compiled(share: int, shares: int, *more_path: Path) -> list[dict]:
+    """What compile_hopper.py says of each case of a share, under the Triton of `more_path` if given."""
+    script = Path(__file__).with_name("compile_hopper.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, more_path), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, script, str(share), str(shares)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def check(case: dict, measured: bool) -> None:
+    in_loops = IN_LOOPS if measured else IN_LOOPS_LATER
+    assert case["shared"] <= SHARED, case
+    assert not case["serialized"] and not case["unset"], case
+    assert case["spills"] <= (SPILLS if measured else SPILLS_LATER), case
+    assert case["spills_in_loops"] <= in_loops.get(case["case"], 0 if measured else 2), case
+    # One loop over key blocks for each computing warpgroup.
+    assert case["loops"] == int(case["config"].split("warpgroups=")[1][0]), case
+    # 15 stands for none: `parts.computed`.
+    assert max({*case["named_barriers"]} - {15}) < 5, f"Triton's barriers reach into the kernel's: {case}"
+    if measured:
+        for order in case["order"]:
+            check_order(order, case["ahead"])
+
+
+def check_order(order: list[str], ahead: str) -> None:
+    """Slots are released where their products are done, and the softmax stands beside the products of the values."""
+    scores, scores_again, values, values_again = (n for n, word in enumerate(order) if word == "wait")
+    assert "arrive" in order[scores:scores_again] and "arrive" in order[values:values_again], order
+    if ahead:
+        assert "maxima" in order[:values] and "maxima" not in order[values:], order
+    if ahead == "half":
+        assert "exp" in order[:values] and "exp" in order[values_again:], order
 
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_the_kernel_compiles(share):
-    script = Path(__file__).with_name("compile_hopper.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, script, str(share), str(SHARES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    cases = [json.loads(line) for line in run.stdout.splitlines()]
+    cases = compiled(share, SHARES)
     assert len(cases) >= 6
     for case in cases:
-        assert case["shared"] <= SHARED, case
-        assert not case["serialized"] and not case["unset"], case
-        assert case["spills"] <= SPILLS, case
-        assert case["spills_in_loops"] <= IN_LOOPS.get(case["case"], 0 if OLD else 2), case
-        # One loop over key blocks for each computing warpgroup, and its softmax beside the products of the values.
-        assert case["loops"] == int(case["config"].split("warpgroups=")[1][0]), case
-        # But for three warpgroups without a mask, which cover for one another.
-        assert case["overlap"] or case["case"] == "d64 full long", case
-        assert max(case["named_barriers"]) < 5, f"Triton's own barriers reach into the kernel's: {case}"
+        check(case, version("triton").startswith(MEASURED))
+
+
+if NEWEST.exists():
+
+    def test_the_kernel_compiles_with_the_newest_triton():
+        cases = compiled(2, 4, NEWEST)
+        assert {case["case"] for case in cases} >= {"d64 causal", "d128 where", "d256 full"}
+        for case in cases:
+            check(case, measured=False)

@@ -1,8 +1,9 @@
 """The forward kernel: one warp loads (loader.py), two or three warpgroups of 64 queries each compute.
 
-Block after block, a computing warpgroup issues the scores of its next block and the values of its last one, and while
-the tensor cores work on the values it does the softmax of the new scores. This goes on from tile to tile: the first
-scores of a tile are issued with the last values of the tile before, whose output is written beside them.
+Block after block, and in turns, each computing warpgroup issues the scores of its next block and the values of its last
+one, and does the softmax of the new scores while the tensor cores work on its values and on the others' products. This
+goes on from tile to tile: the first scores of a tile are issued with the last values of the tile before, whose output is
+written beside them.
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,6 @@ from onchip.backends.compiled.intervals import Rows
 from onchip.backends.compiled.terms import Scores, hide as hide_pairs, modified
 from onchip.backends.hopper.loader import load
 from onchip.backends.hopper.parts import (
-    EMPTY,
     FLOOR,
     LN2,
     LOG2E,
@@ -27,18 +27,22 @@ from onchip.backends.hopper.parts import (
     Lse,
     accumulator,
     arrive,
+    both,
     column_of,
     computed,
     exp2,
     halves,
     join,
-    own_of,
+    keys_free,
+    no_sums,
     pack,
     quad_max,
     quad_sum,
     row_of,
+    sides,
     turn_of,
     unpack,
+    values_free,
     warpgroup_barrier,
 )
 from onchip.backends.hopper.shared import allocate, next_number
@@ -47,19 +51,21 @@ from onchip.backends.hopper.work import Work, block_at, store_output, tile_at
 
 
 @gluon.jit
-def softmax(s, row_max, row_sum, unit):
-    """Weights of a block of scores [64, tile_n], and the running maximum (in units of log2) and sums with it.
+def maxima(s, row_max, unit):
+    """The running maximum with a block of scores [64, tile_n], in units of log2, and the factor of what came before."""
+    top = gl.convert_layout(gl.max(quad_max(s), 1), row_max.type.layout, assert_trivial=True)
+    new_max = gl.maximum(row_max, top * unit)
+    return new_max, exp2(row_max - new_max)
+
+
+@gluon.jit
+def weights(s, row_max, row_sum, unit, KIND: gl.constexpr, C: Variant):
+    """Weights of scores, packed, and the running sums with them.
 
     row_sum stays split over the lanes of a quad, [64, 4], until the tile ends.
     """
-    quads = quad_max(s)
-    top = gl.convert_layout(gl.max(quads, 1), row_max.type.layout, assert_trivial=True)
-    new_max = gl.maximum(row_max, top * unit)
-    alpha = exp2(row_max - new_max)
-    p = exp2(s * unit - new_max[:, None])
-    sums = quad_sum(p)
-    share = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    return p, new_max, row_sum * share[:, None] + sums, alpha
+    p = exp2(s * unit - gl.convert_layout(row_max, row_of(s.shape[1]))[:, None])
+    return pack(p, KIND), quad_sum(p, row_sum, C.chain)
 
 
 @gluon.jit
@@ -93,9 +99,9 @@ def needs_mask(tile, position, FIRST: gl.constexpr, C: Variant):
 
 
 @gluon.jit
-def weights(s, row_max, row_sum, tile, key, masked, work, score, scale, W: gl.constexpr,
-            FN: gl.constexpr, MOD: gl.constexpr, C: Variant):  # fmt: skip
-    """The softmax of a block of scores, after what modifies and what hides them."""
+def seen(s, tile, key, masked, work, score, scale, W: gl.constexpr, FN: gl.constexpr, MOD: gl.constexpr,
+         C: Variant):  # fmt: skip
+    """A block of scores after what modifies and what hides them, and the unit that they are in."""
     unit = scale * LOG2E
     r = W * 64 + gl.arange(0, 64, row_of(C.tile_n))
     q = tile.row0 + r // C.pack
@@ -110,7 +116,7 @@ def weights(s, row_max, row_sum, tile, key, masked, work, score, scale, W: gl.co
         unit = 1.0
     if masked:
         s = hide(s, tile, key, q, h, k, work, FN, C)
-    return softmax(s, row_max, row_sum, unit)
+    return s, unit
 
 
 @gluon.jit
@@ -139,12 +145,19 @@ def issue_scores(held, turn, at, shared, W: gl.constexpr, C: Variant):
 
 
 @gluon.jit
+def release(at, C: Variant):
+    """Let keys and values of a slot go."""
+    arrive(keys_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+    arrive(values_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+
+
+@gluon.jit
 def scaled(o, alpha, C: Variant):
     return o * gl.convert_layout(alpha, row_of(C.dim_v))[:, None]
 
 
 @gluon.jit
-def step(o, p, alpha, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
+def step(o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
          FIRST: gl.constexpr, W: gl.constexpr, FN: gl.constexpr, MOD: gl.constexpr, C: Variant):  # fmt: skip
     """Scores of this block and values of the last one on the tensor cores; the softmax beside the latter.
 
@@ -155,56 +168,65 @@ def step(o, p, alpha, row_max, row_sum, held, turn, at, shared, tile, position, 
     masked = needs_mask(tile, position, FIRST, C)
     if FIRST:
         row_max = gl.full([64], FLOOR, gl.float32, row_of(C.tile_n))
-        row_sum = quad_sum(gl.zeros([64, C.tile_n], gl.float32, accumulator(C.tile_n)))
-    if C.ping_pong:
-        join(gl.to_tensor(turn_of(C.stages) + W), 256)
+        row_sum = no_sums(C.tile_n)
+    mbarrier.wait(shared.full.index(at.slot), at.phase)
+    join(gl.to_tensor(turn_of(C.stages) + W), 256)
     s = issue_scores(held, turn, at, shared, W, C)
-    o = scaled(o, alpha, C)
     p = unpack(p, KIND, gl.DotOperandLayout(0, accumulator(C.dim_v), 2))
     o = warpgroup_mma(p, shared.v.index(at.slot), o, is_async=True)
-    if C.ping_pong:
-        arrive(gl.to_tensor(turn_of(C.stages) + (W + 1) % C.warpgroups), 256)
+    arrive(gl.to_tensor(turn_of(C.stages) + (W + 1) % C.warpgroups), 256)
     s = warpgroup_mma_wait(1, deps=(s,))
-    x, row_max, row_sum, alpha = weights(s, row_max, row_sum, tile, key, masked, work, score, scale, W,
-                                         FN, MOD, C)  # fmt: skip
-    if C.settle:
-        row_sum = computed(row_sum, own_of(C.stages) + W)
-    after = at.next()
-    mbarrier.wait(shared.full.index(after.slot), after.phase)
+    arrive(keys_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+    s = warpgroup_mma_wait(1, deps=(s,))  # as below
+    s, unit = seen(s, tile, key, masked, work, score, scale, W, FN, MOD, C)
+    row_max, alpha = maxima(s, row_max, unit)
+    if C.ahead == "maxima":
+        row_max = computed(row_max)
+    row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)[:, None]
+    left, right = sides(s)
+    if C.ahead == "half":
+        left, row_sum = weights(left, row_max, row_sum, unit, KIND, C)
+        row_sum = computed(row_sum)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
-    arrive(EMPTY + at.slot, 128 * C.warpgroups + 32)
-    if C.ping_pong:
-        warpgroup_barrier()  # here, not between the turn and the products
-    return o, pack(x, KIND), alpha, row_max, row_sum, after
+    arrive(values_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+    # Once more, at the price of one instruction: what needs o then stands behind the arrival, which the assembler
+    # otherwise moved to the end of the block.
+    o = warpgroup_mma_wait(0, deps=(o,))
+    if not FIRST:
+        o = scaled(o, alpha, C)
+    if C.ahead != "half":
+        left, row_sum = weights(left, row_max, row_sum, unit, KIND, C)
+    right, row_sum = weights(right, row_max, row_sum, unit, KIND, C)
+    return o, both(left, right), row_max, row_sum, at.next()
 
 
 @gluon.jit
 def begin(held, turn, at, shared, tile, work, score, scale, W: gl.constexpr, FN: gl.constexpr, MOD: gl.constexpr,
           C: Variant):  # fmt: skip
     """The first step of all, which has no last block."""
+    KIND: gl.constexpr = shared.k.dtype
     row_max = gl.full([64], FLOOR, gl.float32, row_of(C.tile_n))
-    row_sum = quad_sum(gl.zeros([64, C.tile_n], gl.float32, accumulator(C.tile_n)))
     mbarrier.wait(shared.full.index(at.slot), at.phase)
     s = issue_scores(held, turn, at, shared, W, C)
     s = warpgroup_mma_wait(0, deps=(s,))
-    arrive(EMPTY + at.slot, 128 * C.warpgroups + 32)
+    release(at, C)
     key = block_at(tile, work, 0, C)
-    masked = needs_mask(tile, 0, True, C)
-    x, row_max, row_sum, alpha = weights(s, row_max, row_sum, tile, key, masked, work, score, scale, W,
-                                         FN, MOD, C)  # fmt: skip
-    after = at.next()
-    mbarrier.wait(shared.full.index(after.slot), after.phase)
-    return pack(x, shared.k.dtype), alpha, row_max, row_sum, after
+    s, unit = seen(s, tile, key, needs_mask(tile, 0, True, C), work, score, scale, W, FN, MOD, C)
+    row_max, _ = maxima(s, row_max, unit)
+    left, right = sides(s)
+    left, row_sum = weights(left, row_max, no_sums(C.tile_n), unit, KIND, C)
+    right, row_sum = weights(right, row_max, row_sum, unit, KIND, C)
+    return both(left, right), row_max, row_sum, at.next()
 
 
 @gluon.jit
-def end(o, p, alpha, at, shared, C: Variant):
+def end(o, p, at, shared, C: Variant):
     """The last step of all, which has values only."""
-    o = scaled(o, alpha, C)
+    mbarrier.wait(shared.full.index(at.slot), at.phase)
     p = unpack(p, shared.k.dtype, gl.DotOperandLayout(0, accumulator(C.dim_v), 2))
     o = warpgroup_mma(p, shared.v.index(at.slot), o, is_async=True)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
-    arrive(EMPTY + at.slot, 128 * C.warpgroups + 32)
+    release(at, C)
     return o
 
 
@@ -264,8 +286,8 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), C.stages)
     turn = gl.to_tensor(0)
     for slot in gl.static_range(C.stages):
-        arrive(gl.to_tensor(EMPTY + slot), 128 * C.warpgroups + 32)
-    if C.ping_pong and C.warpgroups - 1 == W:
+        release(Cursor(gl.to_tensor(slot), gl.to_tensor(0), C.stages), C)
+    if C.warpgroups - 1 == W:
         arrive(gl.to_tensor(turn_of(C.stages)), 256)
     t = gl.program_id(0)
     n_phase = gl.to_tensor(0)
@@ -278,14 +300,12 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
             held = gl.zeros([64, C.held], shared.k.dtype, gl.DotOperandLayout(0, accumulator(C.tile_n), 2))
         held = take_queries(held, turn, shared, W, C)
         free_queries(shared, W, C)
-        p, alpha, row_max, row_sum, at = begin(
-            held, turn, at, shared, tile, work, score, scale, W, FN, MOD, C
-        )
+        p, row_max, row_sum, at = begin(held, turn, at, shared, tile, work, score, scale, W, FN, MOD, C)
         o = gl.zeros([64, C.dim_v], gl.float32, accumulator(C.dim_v))
         while t < work.n_tiles:
             for position in range(1, tile.blocks):
-                o, p, alpha, row_max, row_sum, at = step(
-                    o, p, alpha, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
+                o, p, row_max, row_sum, at = step(
+                    o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
                     False, W, FN, MOD, C)  # fmt: skip
             t, n_phase = next_number(t, n_phase, shared, C)
             if t < work.n_tiles:
@@ -294,17 +314,17 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
                 turn ^= 1
                 held = take_queries(held, turn, shared, W, C)
                 last_max, last_sum = row_max, row_sum
-                o, p, alpha, row_max, row_sum, at = step(
-                    o, p, alpha, row_max, row_sum, held, turn, at, shared, following, 0, work, score, scale,
+                o, p, row_max, row_sum, at = step(
+                    o, p, row_max, row_sum, held, turn, at, shared, following, 0, work, score, scale,
                     True, W, FN, MOD, C)  # fmt: skip
                 finish(o, last_max, last_sum, turn ^ 1, shared, o_desc, lse, score, tile, W, C)
                 free_queries(shared, W, C)
                 o = gl.zeros([64, C.dim_v], gl.float32, accumulator(C.dim_v))
                 tile = following
-        o = end(o, p, alpha, at, shared, C)
+        o = end(o, p, at, shared, C)
         finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W, C)
     tma.store_wait(0)
-    if C.ping_pong and W == 0:
+    if W == 0:
         join(gl.to_tensor(turn_of(C.stages)), 256)
 
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from onchip.backends.hopper.parts import EMPTY, Cursor, join
+from onchip.backends.hopper.parts import Cursor, join, keys_free, values_free
 from onchip.backends.hopper.shared import publish
 from onchip.backends.hopper.variant import Variant
 from onchip.backends.hopper.work import Work, block_at, draw, load_keys, load_queries, tile_at
@@ -51,8 +51,24 @@ def load_tile_queries(t, turn, shared, q_desc, work: Work, C: Variant):
 
 
 @gluon.jit
+def load_block(desc, free, at, target, shared, tile, key, C: Variant):
+    """Keys or values of a block into the ring's current slot, once every warpgroup has read what is there."""
+    join(free + at.slot, 128 * C.warpgroups + 32)
+    mbarrier.expect(shared.full.index(at.slot), C.tile_n * target.shape[2] * 2)
+    load_keys(desc, shared.full.index(at.slot), target.index(at.slot), tile, key, C)
+
+
+@gluon.jit
+def skip_block(free, at, shared, C: Variant):
+    """Nothing where `load_block` would load."""
+    join(free + at.slot, 128 * C.warpgroups + 32)
+    mbarrier.arrive(shared.full.index(at.slot), count=1)
+
+
+@gluon.jit
 def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
-    THREADS: gl.constexpr = 128 * C.warpgroups + 32
+    KEYS: gl.constexpr = keys_free(C.stages)
+    VALUES: gl.constexpr = values_free(C.stages)
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), C.stages)
     turn = gl.to_tensor(0)
     n_phase = gl.to_tensor(1)
@@ -60,32 +76,43 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
     n_phase = publish(t, n_phase, shared, C)
     early = gl.to_tensor(0)  # whether this tile's queries were loaded beside the last tile's blocks
     if t < work.n_tiles:  # else no warpgroup takes a step, and every slot comes back as it is
-        join(EMPTY + at.slot, THREADS)
-        mbarrier.arrive(shared.full.index(at.slot), count=1)  # no values come with the first keys
+        before = tile_at(t, work, C)  # the tile of the last block
+        key = gl.to_tensor(0)  # of the last block
+        first = gl.to_tensor(1)
         while t < work.n_tiles:
             tile = tile_at(t, work, C)
-            for position in range(tile.blocks):
+            key_before = key
+            key = block_at(tile, work, 0, C)
+            load_block(k_desc, KEYS, at, shared.k, shared, tile, key, C)
+            if early == 0:
+                load_tile_queries(t, turn, shared, q_desc, work, C)
+            if first == 1:
+                skip_block(VALUES, at, shared, C)  # no values come with the first keys
+            else:
+                load_block(v_desc, VALUES, at, shared.v, shared, before, key_before, C)
+            first = gl.to_tensor(0)
+            at = at.next()
+            for position in range(1, tile.blocks):
+                key_before = key
                 key = block_at(tile, work, position, C)
-                mbarrier.expect(shared.full.index(at.slot), C.tile_n * C.dim * 2)
-                load_keys(k_desc, shared.full.index(at.slot), shared.k.index(at.slot), tile, key, C)
-                if (position == 0) & (early == 0):
-                    load_tile_queries(t, turn, shared, q_desc, work, C)
-                if (position > 0) & (position == tile.blocks - 2):
+                load_block(k_desc, KEYS, at, shared.k, shared, tile, key, C)
+                if position == tile.blocks - 2:
                     # Late in a long tile: a program that drew earlier could take two long ones while others run out of
                     # them. But not before a tile's second keys: a warpgroup may need those to let the queries go.
                     t, n_phase = following(t, n_phase, shared, work, C)
                     if t < work.n_tiles:
                         load_tile_queries(t, turn ^ 1, shared, q_desc, work, C)
+                load_block(v_desc, VALUES, at, shared.v, shared, tile, key_before, C)
                 at = at.next()
-                join(EMPTY + at.slot, THREADS)
-                mbarrier.expect(shared.full.index(at.slot), C.tile_n * C.dim_v * 2)
-                load_keys(v_desc, shared.full.index(at.slot), shared.v.index(at.slot), tile, key, C)
             early = (tile.blocks > 2).to(gl.int32)
             if tile.blocks <= 2:
                 t, n_phase = following(t, n_phase, shared, work, C)
             turn ^= 1
-        mbarrier.arrive(shared.full.index(at.slot), count=1)  # no keys come with the last values
+            before = tile
+        skip_block(KEYS, at, shared, C)  # no keys come with the last values
+        load_block(v_desc, VALUES, at, shared.v, shared, before, key, C)
         at = at.next()
     for _ in gl.static_range(C.stages):  # every slot comes back, so that no barrier is left half counted
-        join(EMPTY + at.slot, THREADS)
+        join(KEYS + at.slot, 128 * C.warpgroups + 32)
+        join(VALUES + at.slot, 128 * C.warpgroups + 32)
         at = at.next()

@@ -18,9 +18,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Where a row's maximum starts: below every score, and finite, so that a masked score minus it is -inf and never NaN.
 FLOOR = gl.constexpr(-3.0e38)
-EMPTY = gl.constexpr(table.EMPTY)
+keys_free = gluon.constexpr_function(table.keys_free)
+values_free = gluon.constexpr_function(table.values_free)
 turn_of = gluon.constexpr_function(table.turn_of)
-own_of = gluon.constexpr_function(table.own_of)
 # A packed sequence ends where a coordinate passes this bound of the descriptor (see `packed_rows`).
 BOUND = gl.constexpr(1 << 30)
 
@@ -126,9 +126,47 @@ def quad_max(s):
 
 
 @gluon.jit
-def quad_sum(s):
-    part = gl.sum(s.reshape([64, 2, s.shape[1] // 16, 4, 2]), 4)
-    return gl.sum(gl.sum(part, 2), 1)
+def no_sums(columns: gl.constexpr):
+    """Sums of no columns: [64, 4], one for each lane of a quad."""
+    s = gl.zeros([64, columns], gl.float32, accumulator(columns))
+    return gl.sum(s.reshape([64, columns // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([64, 4, columns // 4]), 2)
+
+
+@gluon.jit
+def quad_sum(s, start, CHAIN: gl.constexpr):
+    """`start` [64, 4], and this thread's columns of s with it: one column for each lane of a quad.
+
+    In one chain, the exponentials that it waits for are issued one by one, and between them what can be. Else pairs
+    first, then two chains.
+    """
+    if CHAIN:
+        columns: gl.constexpr = s.shape[1] // 4
+        part = s.reshape([64, columns // 2, 4, 2]).permute((0, 2, 1, 3)).reshape([64, 4, columns])
+        number = gl.arange(0, columns, gl.SliceLayout(0, gl.SliceLayout(1, part.type.layout)))
+        first = gl.convert_layout(start, gl.SliceLayout(2, part.type.layout), assert_trivial=True)
+        part = gl.where(number[None, None, :] == 0, part + first[:, :, None], part)
+        found = gl.convert_layout(gl.sum(part, 2), start.type.layout, assert_trivial=True)
+    else:
+        part = gl.sum(s.reshape([64, 2, s.shape[1] // 16, 4, 2]), 4)
+        part = gl.sum(gl.sum(part, 2), 1)
+        found = start + gl.convert_layout(part, start.type.layout, assert_trivial=True)
+    return found
+
+
+@gluon.jit
+def sides(s):
+    """The left and the right half of the columns of scores, as accumulators."""
+    left, right = halves(s)
+    layout: gl.constexpr = accumulator(s.shape[1] // 2)
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(
+        right, layout, assert_trivial=True
+    )
+
+
+@gluon.jit
+def both(left, right):
+    """Columns side by side again."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
 
 
 @gluon.constexpr_function
@@ -173,21 +211,17 @@ def halves(x):
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
 
 
-@gluon.constexpr_function
-def _computed_asm(barrier):
-    # The sums are never below -1, which the assembler does not know: so it computes them before the barrier.
-    return (
-        "{.reg .pred low; .reg .f32 least; .reg .b32 id; min.f32 least, $2, $3; setp.lt.f32 low, least, 0fBF800000;"
-        f" selp.b32 id, 15, {barrier}, low; bar.sync id, 128; mov.b32 $0, $2; mov.b32 $1, $3;}}"
-    )
+COMPUTED = gl.constexpr(
+    "{.reg .pred low; .reg .f32 least; min.f32 least, $2, $3; setp.lt.f32 low, least, 0fFF7843B0;"  # -3.3e38
+    " @low bar.arrive 15, 160; mov.b32 $0, $2; mov.b32 $1, $3;}"
+)
 
 
 @gluon.jit
-def computed(sums, BARRIER: gl.constexpr):
-    """sums, of two rows a thread; what they depend on is computed before the instructions that follow.
+def computed(x):
+    """x, of two rows a thread, and no less than FLOOR; what it depends on is computed before the next wait or barrier.
 
-    The assembler moved the wait for products above the softmax that stands before it, and the two took turns.
+    The assembler moved the wait for products above the softmax that stands before it, and the two took turns. It does
+    not know that the arrival never happens, and keeps such instructions in order.
     """
-    return gl.inline_asm_elementwise(
-        _computed_asm(BARRIER), "=f,=f,f,f", [sums], dtype=gl.float32, is_pure=False, pack=2
-    )
+    return gl.inline_asm_elementwise(COMPUTED, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)

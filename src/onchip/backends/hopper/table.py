@@ -12,10 +12,10 @@ class Config(NamedTuple):
     tile_n: int
     stages: int
     held: int = 0  # columns of the queries that stay in registers: all, half of them, or none
-    ping_pong: bool = False  # the warpgroups issue their products in turn
-    settle: bool = (
-        False  # where no mask stands between, softmax is held before the wait for values (`parts.computed`)
+    ahead: str = (
+        ""  # what of the softmax stands before the wait for the values: "maxima", "half", or "" for no matter
     )
+    chain: bool = True  # a row's weights are added one by one, else by pairs (`parts.quad_sum`)
 
     @property
     def tile_m(self) -> int:
@@ -39,39 +39,43 @@ class Config(NamedTuple):
         return 168 if self.warpgroups == 2 else 128
 
 
-# (head dim, kind of problem) -> Config; bf16, H200, 2026-11-30, best of 2 to 9 candidates over full and causal.
+# (head dim, kind of problem) -> Config; bf16, H200, 2026-12-01, best of 4 to 14 candidates over full and causal.
 TABLE: dict[tuple[int, str], Config] = {
-    # Softmax takes as long as the products at dim 64: three warpgroups cover for one another, so well that holding a
-    # softmax before the wait for its values loses 5 %.
-    (64, "long"): Config(3, 128, 4, ping_pong=True),
+    # Softmax takes as long as the products at dim 64: three warpgroups cover for one another. They have 160 registers of
+    # a thread, too few for half of the new weights beside all of the last ones.
+    (64, "long"): Config(3, 128, 4),
     # 192 queries would leave more of a short sequence's last tile, and of a causal diagonal, unused.
-    (64, "short"): Config(2, 128, 4, held=64),
-    # With 160 registers of a thread, as three warpgroups leave, a modified score spills.
+    (64, "short"): Config(2, 128, 4, held=64, ahead="half"),
+    # With 160 registers of a thread, a modified score spills.
     (64, "modified"): Config(2, 128, 4, held=64),
-    # Held queries changed nothing (1 %), and would not make room for a third stage.
-    (128, "long"): Config(2, 128, 2),
-    (128, "short"): Config(2, 128, 2, ping_pong=True),  # 3 % at N = 512, -1 % at 16384
+    # The values take as long as half of the softmax. Held queries changed nothing (1 %), and would not make room for a
+    # third stage.
+    (128, "long"): Config(2, 128, 2, ahead="half"),
     (128, "modified"): Config(2, 128, 2),
-    # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up.
-    (256, "long"): Config(2, 64, 2, held=128, settle=True),
-    (256, "short"): Config(2, 64, 2, held=128, settle=True),
+    # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up. A chain is
+    # slower by 2 to 5 %.
+    (256, "long"): Config(2, 64, 2, held=128, ahead="maxima", chain=False),
     # 64 keys would spill in the loop.
-    (256, "modified"): Config(2, 32, 4, held=128),
+    (256, "modified"): Config(2, 32, 4, held=128, chain=False),
 }
 
 
 # Named barriers. There are 16, of which Triton takes the first five: one for each partition, and one for their start.
-EMPTY = 5  # + slot: every warpgroup has read what is there
+
+
+def keys_free(stages: int) -> int:
+    """+ slot: every warpgroup has read the keys there."""
+    return 5
+
+
+def values_free(stages: int) -> int:
+    """+ slot: every warpgroup has read the values there."""
+    return 5 + stages
 
 
 def turn_of(stages: int) -> int:
     """+ warpgroup: it may issue its products."""
-    return EMPTY + stages
-
-
-def own_of(stages: int) -> int:
-    """+ warpgroup: its own (see `parts.computed`)."""
-    return EMPTY + stages + 3
+    return 5 + 2 * stages
 
 
 def padded(dim: int) -> int:
@@ -91,4 +95,5 @@ def kind(problem: Problem) -> str:
 
 
 def config(problem: Problem) -> Config:
-    return TABLE[max(padded(problem.dim), padded(problem.dim_v)), kind(problem)]
+    dim, of = max(padded(problem.dim), padded(problem.dim_v)), kind(problem)
+    return TABLE.get((dim, of)) or TABLE[dim, "long"]

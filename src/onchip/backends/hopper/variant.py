@@ -17,8 +17,8 @@ class Variant(NamedTuple):
     tile_n: int
     stages: int
     held: int  # columns of the queries in registers
-    ping_pong: bool
-    settle: bool
+    ahead: str  # what of the softmax stands before the wait for the values
+    chain: bool  # how a row's weights are added
     dim: int  # of a tile, padded to 64, 128 or 256
     dim_v: int
     group: int  # query heads of a key head
@@ -48,8 +48,8 @@ def variant(problem: Problem, band: rules.Band, chosen: Config, pack: int) -> Va
         tile_n=chosen.tile_n,
         stages=chosen.stages,
         held=held,
-        ping_pong=chosen.ping_pong,
-        settle=chosen.settle and not edges,
+        ahead=chosen.ahead,
+        chain=chosen.chain,
         dim=dim,
         dim_v=dim_v,
         group=problem.group,
