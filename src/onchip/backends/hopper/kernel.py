@@ -2,8 +2,8 @@
 
 Block after block, and in turns, each computing warpgroup issues the scores of its next block and the values of its last
 one, and does the softmax of the new scores while the tensor cores work on its values and on the others' products. This
-goes on from tile to tile: the first scores of a tile are issued with the last values of the tile before, whose output is
-written beside them.
+goes on from tile to tile: the first scores of a tile are issued with the last values of the tile before, whose output
+is written beside them.
 """
 
 from triton.experimental import gluon

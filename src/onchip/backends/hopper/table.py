@@ -41,8 +41,8 @@ class Config(NamedTuple):
 
 # (head dim, kind of problem) -> Config; bf16, H200, 2026-12-01, best of 4 to 14 candidates over full and causal.
 TABLE: dict[tuple[int, str], Config] = {
-    # Softmax takes as long as the products at dim 64: three warpgroups cover for one another. They have 160 registers of
-    # a thread, too few for half of the new weights beside all of the last ones.
+    # Softmax takes as long as the products at dim 64: three warpgroups cover for one another. They have 160 registers
+    # of a thread, too few for half of the new weights beside all of the last ones.
     (64, "long"): Config(3, 128, 4),
     # 192 queries would leave more of a short sequence's last tile, and of a causal diagonal, unused.
     (64, "short"): Config(2, 128, 4, held=64, ahead="half"),
