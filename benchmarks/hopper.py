@@ -1,9 +1,11 @@
-"""The Hopper forward kernel beside FlashAttention-3 and cuDNN, in one interleaved run of CUDA graphs.
+"""The Hopper forward kernel beside FlashAttention-3 and -4 and cuDNN, in one interleaved run of CUDA graphs.
 
-    python benchmarks/hopper.py --fa3 /path/to/fa3_fwd/_C.abi3.so --only grid --out benchmarks/results/h200-hopper.json
+    python benchmarks/hopper.py --fa3 /path/to/fa3_fwd/_C.abi3.so --fa4 --only grid \
+        --out benchmarks/results/h200-hopper.json
     python benchmarks/hopper.py --only others --out benchmarks/results/h200-hopper-others.json
 
-The library is that of the PyPI wheel fa3-fwd; without it cuDNN is the only peer. Every output of the grid is compared
+The library is that of the PyPI wheel fa3-fwd; --fa4 wants the packages flash-attn-4 and nvidia-cutlass-dsl on the path.
+Without either, cuDNN is the only peer. Every output of the grid is compared
 with cuDNN's; other problems' are checked on sampled rows against float64. FLOPs: 4 N^2 d h b, half of it for causal.
 """
 
@@ -12,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -44,7 +47,9 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(stop) / repeats
 
 
-def calls(dim: int, seqlen: int, causal: bool, fa3: bool) -> dict[str, Callable[[], torch.Tensor]]:
+def calls(
+    dim: int, seqlen: int, causal: bool, peers: tuple[str, ...]
+) -> dict[str, Callable[[], torch.Tensor]]:
     shape = (TOKENS // seqlen, seqlen, WIDTH // dim, dim)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -60,8 +65,13 @@ def calls(dim: int, seqlen: int, causal: bool, fa3: bool) -> dict[str, Callable[
             q, k, v, num_splits=1, softmax_scale=dim**-0.5, is_causal=causal, **window
         )[0]
 
+    def cute():
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        return _flash_attn_fwd(q, k, v, causal=causal, num_splits=1)[0]
+
     found = {"cudnn": cudnn, "onchip": lambda: onchip.attention(q, k, v, mask=mask, backend="hopper")}
-    return found | ({"fa3": flash} if fa3 else {})
+    return found | {name: call for name, call in (("fa3", flash), ("fa4", cute)) if name in peers}
 
 
 def interleaved(
@@ -77,9 +87,11 @@ def interleaved(
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def cell(dim: int, seqlen: int, causal: bool, fa3: bool, rounds: int, pause: float) -> dict[str, float]:
+def cell(
+    dim: int, seqlen: int, causal: bool, peers: tuple[str, ...], rounds: int, pause: float
+) -> dict[str, float]:
     """TFLOP/s of each implementation."""
-    functions = calls(dim, seqlen, causal, fa3)
+    functions = calls(dim, seqlen, causal, peers)
     outputs = {name: call().float() for name, call in functions.items()}
     for name, out in outputs.items():
         error = (out - outputs["cudnn"]).norm() / outputs["cudnn"].norm()
@@ -180,6 +192,7 @@ def main() -> None:
     )
     parser.add_argument("--fa3", type=Path, help="the library _C.abi3.so of the wheel fa3-fwd")
     parser.add_argument("--fa3-version", default="unknown", help="of the wheel that the library is from")
+    parser.add_argument("--fa4", action="store_true", help="time FlashAttention-4, too")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.1, help="seconds of idling before a measurement")
@@ -188,10 +201,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.fa3 is not None:
         torch.ops.load_library(str(options.fa3))
+    peers = (*(("fa3",) if options.fa3 is not None else ()), *(("fa4",) if options.fa4 else ()))
     results, ratios = [], []
     grid = itertools.product((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), (False, True))
     for dim, seqlen, causal in () if options.only == "others" else grid:
-        rates = cell(dim, seqlen, causal, options.fa3 is not None, options.rounds, options.pause)
+        rates = cell(dim, seqlen, causal, peers, options.rounds, options.pause)
         ratios.append(record(results, rates, dim, seqlen, causal))
     if ratios:
         print("geometric mean:", round(statistics.geometric_mean(ratios), 4), flush=True)
@@ -199,6 +213,8 @@ def main() -> None:
     versions = {"cudnn": str(torch.backends.cudnn.version())}
     if options.fa3 is not None:
         versions["fa3-fwd"] = options.fa3_version
+    if options.fa4:
+        versions |= {name: version(name) for name in ("flash-attn-4", "nvidia-cutlass-dsl")}
 
     def keep() -> None:
         if options.out is not None:

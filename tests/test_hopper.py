@@ -12,7 +12,7 @@ from onchip import problem as problems, rules, select
 from onchip.backends import hopper
 from onchip.backends.hopper.table import TABLE, config, kind, padded
 from onchip.backends.hopper.unseen import hides, unseen, unseen_now, without_unseen
-from onchip.backends.hopper.variant import packs, sections, variant
+from onchip.backends.hopper.variant import grain, packs, sections, variant
 from onchip.layout import Varlen
 from onchip.problem import Operands
 from onchip.schedule import Tiles
@@ -125,6 +125,35 @@ def test_variants(mask, expected):
     assert {name: getattr(made, name) for name in expected} == expected
     whole = state((1, 256, 1, 64))
     assert not variant(whole, rules.Band(), config(whole), 1).masked, "no mask and no tail"
+
+
+@pytest.mark.parametrize(
+    "tile, seqlens, others, exact",
+    [
+        ((128, 128), (1024, 1024), None, True),
+        ((256, 128), (1000, 1024), None, True),
+        ((128, 128), (1024, 1000), None, False),
+        ((64, 128), (1024, 1024), None, False),
+        ((128, 64), (1024, 1024), None, False),
+        ((128, 128), (1024, 1024), onchip.causal(), False),
+        (
+            (128, 128),
+            (1024, 1024),
+            onchip.block_sparse(torch.ones(8, 16, dtype=torch.bool), (128, 64)),
+            False,
+        ),
+    ],
+)
+def test_blocks_of_whole_tiles_need_no_mask(tile, seqlens, others, exact):
+    blocks = torch.ones(-(-seqlens[0] // tile[0]), -(-seqlens[1] // tile[1]), dtype=torch.bool)
+    mask = onchip.block_sparse(blocks, tile)
+    if others is not None:
+        mask = mask & others
+    q, k = (torch.zeros(1, n, 4, 128, dtype=torch.float16) for n in seqlens)
+    problem = onchip.plan(q, k, k, mask=mask, backend="reference").problem
+    assert kind(problem) == "short" and config(problem).tile_m == config(problem).tile_n == 128
+    made = variant(problem, mask.band or rules.Band(), config(problem), 1, grain(problem, mask))
+    assert (made.exact, made.masked, made.edges) == (exact, not exact, not exact)
 
 
 def test_heads_are_stacked_where_one_tile_holds_them():

@@ -30,6 +30,7 @@ LONG = 8192
 SCORE = onchip.Score(
     softcap=20.0, alibi=torch.ones(8), sink=torch.ones(8), mod=lambda s, b, h, q, k: s - 0.1 * (q - k)
 )
+BLOCKS = onchip.block_sparse(torch.ones(8, 8, dtype=torch.bool), tile=(128, 128))
 WHERE = onchip.where(lambda b, h, q, k: (k <= q) | (k % 64 == 0))
 # dim, mask, score, (seqlen_q, seqlen_k), heads_k, packed
 CASES = {
@@ -40,6 +41,7 @@ CASES = {
     "d128 causal": (128, onchip.causal(), onchip.Score(), (1024, 1024), 8, False),
     "d128 window long": (128, onchip.window(300, 5), onchip.Score(), (LONG, LONG), 8, False),
     "d128 where": (128, WHERE, onchip.Score(), (1024, 1024), 8, False),
+    "d128 blocks": (128, BLOCKS, onchip.Score(), (1024, 1024), 8, False),
     "d128 score": (128, onchip.causal(), SCORE, (1024, 1024), 8, False),
     "d128 packed": (128, onchip.causal(), onchip.Score(), (512, 512), 2, True),
     "d128 stacked": (128, onchip.causal(), onchip.Score(), (8, 1000), 1, False),

@@ -54,6 +54,29 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
                 assert differing.tolist() == [0, 0]
             assert all(int(counter) == 0 for counter in launch._counters.values())
 
+        @pytest.mark.parametrize("by_head", [False, True])
+        @pytest.mark.parametrize("dim", [64, 128, 256])
+        def test_blocks_of_whole_tiles_need_no_mask(self, dim, by_head):
+            """Rows of tiles that see nothing, keys that nobody sees, a sink; NaN where nothing is seen."""
+            blocks = torch.rand(4 if by_head else 1, 6, 8, device="cuda") < 0.4
+            blocks[:, 2], blocks[:, :, 5] = False, False
+            q = torch.randn(2, 700, 4, dim, device="cuda", dtype=torch.float16)
+            k, v = (torch.randn(2, 1024, 2, dim, device="cuda", dtype=torch.float16) for _ in range(2))
+            k[:, 640:768], v[:, 640:768] = torch.nan, torch.nan
+            mask = onchip.block_sparse(blocks[None] if by_head else blocks[0], tile=(128, 128))
+            seen = blocks.repeat_interleave(128, 1)[:, :700].repeat_interleave(128, 2)
+            truth_mask = onchip.dense(seen[None].cpu())
+            for sink in (None, torch.randn(4, device="cuda")):
+                score = onchip.Score(sink=sink)
+                found = onchip.attention(q, k, v, mask=mask, score=score, backend="hopper", return_lse=True)
+                inputs = (q, k.nan_to_num(0.0), v.nan_to_num(0.0))
+                truth = onchip.attention(
+                    *(x.double().cpu() for x in inputs), mask=truth_mask,
+                    score=onchip.Score(sink=None if sink is None else sink.cpu()), backend="reference", return_lse=True,
+                )  # fmt: skip
+                for x, y, atol in zip(found, truth, (4e-3, 1e-4), strict=True):
+                    torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=4e-3)
+
         def test_a_graph_has_a_counter_of_its_own(self):
             q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)
             expected = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper")

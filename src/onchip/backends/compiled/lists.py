@@ -28,13 +28,26 @@ def needed(problem: Problem, by_key: bool, rows: bool = False) -> bool:
     return bool(parts) and problem.layout not in ("cache", "paged")
 
 
-def size(problem: Problem, operands: Operands, tiles: Tiles, by_key: bool, rows: bool = False) -> int:
-    """Bytes of what `build` makes, which stays with the mask: an int32 a tile, and two a row of them."""
+def size(
+    problem: Problem,
+    operands: Operands,
+    tiles: Tiles,
+    by_key: bool,
+    rows: bool = False,
+    ordered: bool = False,
+) -> int:
+    """Bytes of what `build` makes, which stays with the mask: an int32 a tile, and two a row of them; `ordered`: and
+    of `longest_first`."""
     if not needed(problem, by_key, rows):
         return 0
     batch, heads, *blocks = _shape(problem, operands, tiles)
     lists, width = reversed(blocks) if by_key else blocks
-    return 4 * batch * heads * lists * (width + 2)
+    return 4 * batch * heads * lists * (width + (3 if ordered else 2))
+
+
+def longest_first(lists: Lists) -> Tensor:
+    """Numbers of each list's rows [..., rows], by how many tiles they visit: programs that draw them end together."""
+    return lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()
 
 
 def build(

@@ -105,7 +105,8 @@ def extra_memory(
     pack = packs(problem, chosen.tile_m, operands.mask.dependence(problem)[1])
     own, v = Tiles(chosen.tile_m // pack, chosen.tile_n), operands.v
     copy = v[..., 0].numel() + v.numel() * v.element_size() if hides(problem, operands, own) else 0
-    return copy + lists.size(problem, operands, own, False, rows=True) + intervals.size(problem, operands)
+    listed = lists.size(problem, operands, own, False, rows=True, ordered=True)
+    return copy + listed + intervals.size(problem, operands)
 
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:

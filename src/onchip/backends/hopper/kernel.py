@@ -238,6 +238,9 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
     q = tile.row0 + r // C.pack
     h = tile.head * C.pack + r % C.pack
     total = gl.convert_layout(gl.sum(row_sum, 1), rows, assert_trivial=True)
+    if C.exact:  # without a mask, what a tile that sees nothing has visited must not count
+        total = gl.where(tile.full == 0, 0.0, total)
+        row_max = gl.where(tile.full == 0, FLOOR, row_max)
     factor = 1.0 / total
     if score.sink is not None:
         sink = gl.load(score.sink + h).to(gl.float32) * LOG2E
@@ -251,7 +254,7 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
     at = tile.b.to(gl.int64) * lse.batch + h.to(gl.int64) * lse.head + tile.q_start + q
     gl.store(lse.ptr + at, row_lse, mask=q < tile.q_len)
     o = scaled(o, factor, C)
-    if C.masked:  # a row that sees no key: 0, whatever it was multiplied with
+    if C.masked or C.exact:  # a row that sees no key: 0, whatever it was multiplied with
         none = gl.convert_layout(total, row_of(C.dim_v)) == 0.0
         o = gl.where(none[:, None], 0.0, o)
     o = o.to(shared.k.dtype)
@@ -330,11 +333,24 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
 
 @gluon.jit(do_not_specialize=["len_q", "len_k", "heads", "m_blocks", "section", "width", "n_tiles"])
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse: Lse, place, score: Scores, counter, band, rows: Rows, lists,
-                   mask_args, scale, len_q, len_k, heads, m_blocks, section, width, n_tiles, FN: gl.constexpr,
+                   order, mask_args, scale, len_q, len_k, heads, m_blocks, section, width, n_tiles, FN: gl.constexpr,
                    MOD: gl.constexpr, C: Variant):  # fmt: skip
     shared = allocate(q_desc.dtype, C)
     work = Work(
-        place, band, rows, lists, mask_args, len_q, len_k, heads, m_blocks, section, width, counter, n_tiles
+        place,
+        band,
+        rows,
+        lists,
+        order,
+        mask_args,
+        len_q,
+        len_k,
+        heads,
+        m_blocks,
+        section,
+        width,
+        counter,
+        n_tiles,
     )
     # Warps and registers of the others; the first warpgroup has 4 warps and takes what is left, 240 or 160.
     if C.warpgroups == 2:

@@ -20,7 +20,7 @@ from onchip.backends.hopper.kernel import forward_kernel
 from onchip.backends.hopper.parts import Lse, Packed
 from onchip.backends.hopper.table import Config, config
 from onchip.backends.hopper.unseen import without_unseen
-from onchip.backends.hopper.variant import Variant, packs, sections, variant
+from onchip.backends.hopper.variant import Variant, grain, packs, sections, variant
 from onchip.layout import Varlen
 from onchip.problem import Operands, Output, Problem
 from onchip.schedule import Tiles
@@ -115,10 +115,12 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan(problem: Problem, band: rules.Band, by_head: bool, index: int) -> Plan:
+def plan(
+    problem: Problem, band: rules.Band, by_head: bool, index: int, grain: tuple[int, int] | None = None
+) -> Plan:
     chosen = config(problem)
     pack = packs(problem, chosen.tile_m, by_head)
-    C = variant(problem, band, chosen, pack)
+    C = variant(problem, band, chosen, pack, grain)
     heads = problem.heads_q // pack
     m_blocks = -(-problem.seqlen_q // (chosen.tile_m // pack))
     n_tiles = m_blocks * heads * problem.batch
@@ -171,14 +173,17 @@ class Attend:
     def __init__(self, problem: Problem, operands: Operands):
         mask, band = operands.mask, operands.mask.band or rules.Band()
         parts = set(problem.mask_parts) - {"band"}
-        made = plan(problem, band, bool(parts) and mask.dependence(problem)[1], operands.q.device.index or 0)
+        by_head, index = bool(parts) and mask.dependence(problem)[1], operands.q.device.index or 0
+        made = plan(problem, band, by_head, index, grain(problem, mask))
         C = made.C
-        tiles_of, width, function, mask_args, rows_of = None, 0, None, None, Rows()
+        tiles_of, order, width, function, mask_args, rows_of = None, None, 0, None, None, Rows()
         self.problem, self.made, self.looks, self.cut = problem, made, bool(parts), None
         if parts:
             tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
             tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
-            function, mask_args = arguments.mask_function(problem, operands)
+            order = lists.longest_first(tiles_of)
+            if not C.exact:
+                function, mask_args = arguments.mask_function(problem, operands)
             rows_of = intervals.rows(problem, operands)
         elif problem.mask_parts and not C.packed:
             self.cut = cut(problem, band)
@@ -186,7 +191,7 @@ class Attend:
         mod = arguments.mod(operands) if problem.score_parts else None
         self.step = Step(
             forward_kernel, (made.programs,),
-            (band, rows_of, tiles_of, mask_args, problem.scale, problem.seqlen_q, problem.seqlen_k, made.heads,
+            (band, rows_of, tiles_of, order, mask_args, problem.scale, problem.seqlen_q, problem.seqlen_k, made.heads,
              made.m_blocks, made.section, width, made.n_tiles),
             FN=function, MOD=mod, C=made.constants, num_warps=4, maxnreg=made.chosen.registers)  # fmt: skip
 

@@ -1,9 +1,11 @@
 """What is compiled into the kernel, and how a problem is cut into tiles."""
 
+import math
 from typing import NamedTuple
 
 from onchip import rules
 from onchip.backends.hopper.table import Config, modifies, padded
+from onchip.mask import Mask
 from onchip.problem import Problem
 
 _SHARED = 232448 - 1024  # bytes that a program may have on compute capability 9.0, less its barriers
@@ -26,6 +28,7 @@ class Variant(NamedTuple):
     packed: bool  # sequences are packed: descriptors as `parts.packed_rows` says
     dynamic: bool  # a program draws its tiles, one at a time, as they differ in length
     band_only: bool  # the mask is a band: keys outside it are cut off, not only masked
+    exact: bool  # lists hold tiles that are visible as a whole
     masked: bool  # some block may need a mask: for the mask itself, or for the tail of the keys
     right: bool  # a band bounded to the right
     left: bool  # a band bounded to the left
@@ -34,14 +37,23 @@ class Variant(NamedTuple):
     share_q: bool  # the output leaves through the queries' shared memory
 
 
-def variant(problem: Problem, band: rules.Band, chosen: Config, pack: int) -> Variant:
+def variant(
+    problem: Problem, band: rules.Band, chosen: Config, pack: int, grain: tuple[int, int] | None = None
+) -> Variant:
+    """`grain`: where the mask is blocks alone, numbers of queries and keys that divide them."""
     packed = problem.layout == "varlen"
     band_only = not set(problem.mask_parts) - {"band"}
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     right = (band.right, band.top_right) != (None, None)
     left = (band.left, band.top_left) != (None, None)
     held = min(chosen.held, dim)
-    edges = right or left or not band_only
+    cuts = chosen.tile_m // pack, chosen.tile_n
+    exact = grain is not None and (grain[0] % cuts[0], grain[1] % cuts[1], problem.seqlen_k % cuts[1]) == (
+        0,
+        0,
+        0,
+    )
+    edges = right or left or not (band_only or exact)
     fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(
         warpgroups=chosen.warpgroups,
@@ -57,13 +69,21 @@ def variant(problem: Problem, band: rules.Band, chosen: Config, pack: int) -> Va
         packed=packed,
         dynamic=packed or bool(problem.mask_parts),
         band_only=band_only,
-        masked=packed or bool(problem.mask_parts) or problem.seqlen_k % chosen.tile_n != 0,
+        exact=exact,
+        masked=packed or (bool(problem.mask_parts) and not exact) or problem.seqlen_k % chosen.tile_n != 0,
         right=right,
         left=left,
         edges=edges,
         modified=modifies(problem),
         share_q=not fits,
     )
+
+
+def grain(problem: Problem, mask: Mask) -> tuple[int, int] | None:
+    """Numbers of queries and keys that divide all blocks of a mask of blocks alone."""
+    if problem.mask_parts != ("blocks",) or problem.layout != "dense":
+        return None
+    return math.gcd(*(x.tile_m for x in mask.blocks)), math.gcd(*(x.tile_n for x in mask.blocks))
 
 
 def packs(problem: Problem, tile_m: int, by_head: bool) -> int:

@@ -18,6 +18,7 @@ class Work(NamedTuple):
     band: Any
     rows: Any
     lists: Any
+    order: Any  # of their rows, the longest first
     mask_args: Any
     len_q: Any
     len_k: Any
@@ -102,7 +103,7 @@ def draw(work: Work):
 
 @gluon.jit
 def tile_at(t, work: Work, C: Variant):
-    """Tile number t, the longest tiles of a causal mask first.
+    """Tile number t, the longest tiles of a mask first.
 
     Where programs draw their tiles: in sections of `section` heads, whose keys and values fit the L2 cache, by length.
     """
@@ -114,10 +115,12 @@ def tile_at(t, work: Work, C: Variant):
     else:
         i = t % work.m_blocks
         number = t // work.m_blocks
-    if C.right:
-        i = work.m_blocks - 1 - i
     head = number % work.heads
     b = number // work.heads
+    if work.lists is not None:
+        i = gl.load(work.order + b.to(gl.int64) * work.lists.batch + head * work.lists.head + i)
+    elif C.right:
+        i = work.m_blocks - 1 - i
     q_start = gl.to_tensor(0)
     k_start = gl.to_tensor(0)
     q_len = gl.to_tensor(work.len_q)
