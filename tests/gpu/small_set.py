@@ -350,6 +350,13 @@ def _(given):
     return dense(given, (1, 231, 4, 64), (1, 250, 2, 64), mask=mask, grads=False)
 
 
+@case("hopper", "block_sparse of whole tiles")
+def _(given):
+    blocks = given.chosen(2, 3)
+    blocks[1] = False
+    return dense(given, (200, 384, 2, 1, 128), mask=onchip.block_sparse(blocks, tile=(128, 128)))
+
+
 @case("hopper", "where and causal, a key that nobody sees")
 def _(given):
     table = given.table(4, 157)
