@@ -354,7 +354,8 @@ def _(given):
 def _(given):
     blocks = given.chosen(2, 3)
     blocks[1] = False
-    return dense(given, (200, 384, 2, 1, 128), mask=onchip.block_sparse(blocks, tile=(128, 128)))
+    mask = onchip.block_sparse(blocks, tile=(128, 128))
+    return dense(given, (1, 200, 2, 128), (1, 384, 1, 128), mask=mask, grads=False)
 
 
 @case("hopper", "where and causal, a key that nobody sees")
