@@ -36,6 +36,17 @@ def captured(call: Callable[[], torch.Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def repeatable(name: str, call: Callable[[], torch.Tensor]) -> Callable[[], object]:
+    """The replay of a graph; the call where its implementation cannot be captured, whose host time then counts, too."""
+    try:
+        return captured(call).replay
+    except Exception as error:
+        if name == "onchip":
+            raise
+        print(f"{name} is timed by plain calls: {type(error).__name__}: {error}", flush=True)
+        return call
+
+
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()  # warm clocks and caches
@@ -96,7 +107,7 @@ def cell(
     for name, out in outputs.items():
         error = (out - outputs["cudnn"]).norm() / outputs["cudnn"].norm()
         assert error < 6e-3, f"{name}: differs by {error:.1e} at dim {dim}, N = {seqlen}"
-    replays = {name: captured(call).replay for name, call in functions.items()}
+    replays = {name: repeatable(name, call) for name, call in functions.items()}
     flops = 4 * seqlen * TOKENS * WIDTH / (2 if causal else 1)
     repeats = max(3, min(40, int(8e-3 / (flops / 500e12))))
     ms = interleaved(replays, repeats, rounds, pause)

@@ -226,13 +226,13 @@ def test_c21_block_map_of_another_size(backend, seqlen_q, seqlen_k):
 def test_c23_sink_gets_its_gradient(backend):
     q, k, v = qkv(2, 40, 70, 4, 2, dim=8)
     sink = torch.randn(4, requires_grad=True)
-    dout = torch.randn(2, 40, 4, 8)
+    dout = torch.randn(2, 40, 4, 8).to(q.dtype)
     out, lse = onchip.attention(
         q, k, v, mask=onchip.causal(), score=onchip.Score(sink=sink), return_lse=True, backend=backend
     )
     (dsink,) = torch.autograd.grad(out, sink, dout)
     share = torch.exp(sink[None, :, None] - lse)
-    delta = (dout * out).sum(3).transpose(1, 2)
+    delta = (dout.float() * out.float()).sum(3).transpose(1, 2)
     torch.testing.assert_close(dsink, -(share * delta).sum((0, 2)), rtol=1e-4, atol=1e-4)
 
 
