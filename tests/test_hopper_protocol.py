@@ -102,8 +102,8 @@ class Cursor:
 class Program:
     """One program and the tiles it takes; `share_q`: the output leaves through the queries' memory."""
 
-    def __init__(self, config: Config, visits, share_q, dynamic=True, fault=None):
-        self.config, self.visits, self.share_q, self.dynamic = config, visits, share_q, dynamic
+    def __init__(self, config: Config, visits, share_q, fault=None):
+        self.config, self.visits, self.share_q = config, visits, share_q
         self.fault = fault
         self.number, self.number_full = None, Mbarrier()
         self.number_free = Mbarrier(config.warpgroups)
@@ -128,8 +128,6 @@ class Program:
         return lambda: barrier.generation > generation
 
     def publish(self, t):
-        if not self.dynamic:
-            return
         if self.fault != "number is overwritten":
             yield lambda: self.number_free.passed(1 - t % 2)
         self.number = t
@@ -160,16 +158,14 @@ class Program:
                 yield from self.load_block(self.k_free, at, self.k, (t, position))
                 if position == 0 and not early:
                     yield from self.load_queries(t)
-                if position == blocks - 2 and (
-                    position > 0 or self.fault == "queries come before the second keys"
-                ):
-                    yield from self.publish(t + 1)
-                    if t + 1 < len(self.visits):
-                        yield from self.load_queries(t + 1)
                 yield from self.load_block(self.v_free, at, *((self.v, last) if last else ()))
                 at.next()
                 last = t, position
-            early = blocks > (1 if self.fault == "queries come before the second keys" else 2)
+                if position == blocks - 2:
+                    yield from self.publish(t + 1)
+                    if t + 1 < len(self.visits):
+                        yield from self.load_queries(t + 1)
+            early = blocks > 1
             if not early:
                 yield from self.publish(t + 1)
         if self.visits or self.fault == "a first slot is awaited without a tile":
@@ -188,8 +184,7 @@ class Program:
             self.release(me, slot)
         if w == groups - 1:
             self.turn[0].come(me)
-        if self.dynamic:
-            yield from self.read_number(me, 0)
+        yield from self.read_number(me, 0)
         for t, blocks in enumerate(self.visits):
             yield from self.take_queries(w, t)
             for j in range(blocks):
@@ -198,8 +193,7 @@ class Program:
                     yield from self.finish(w, t - 1)
                 if j == blocks - 1:
                     self.q.end(t % 2 * groups + w, t)
-            if self.dynamic:
-                yield from self.read_number(me, t + 1)
+            yield from self.read_number(me, t + 1)
         if self.visits:
             last = len(self.visits) - 1, self.visits[-1] - 1
             yield lambda: self.full[at.slot].passed(at.phase)
@@ -291,13 +285,12 @@ class Program:
                 raise Fault("a barrier is left half counted")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("share_q", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_deadlock_and_no_stale_data(config, share_q, dynamic):
+def test_no_deadlock_and_no_stale_data(config, share_q):
     for visits in VISITS:
         for seed in range(40):
-            Program(config, visits, share_q, dynamic).run(seed)
+            Program(config, visits, share_q).run(seed)
 
 
 FAULTS = [
@@ -308,7 +301,6 @@ FAULTS = [
     "values are released with the keys",
     "slots are not awaited",
     "queries are not awaited",
-    "queries come before the second keys",
     "number is overwritten",
     "a first slot is awaited without a tile",
     "turn goes to itself",
@@ -322,7 +314,7 @@ def test_planted_faults_are_found(config, fault):
     for visits in [*VISITS, (9,), (2, 2, 2, 2)]:
         for seed in range(200):
             try:
-                Program(config, visits, True, True, fault).run(seed)
+                Program(config, visits, True, fault).run(seed)
             except Fault:
                 return
     pytest.fail("the model did not see the fault")

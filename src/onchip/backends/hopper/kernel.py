@@ -45,9 +45,9 @@ from onchip.backends.hopper.parts import (
     values_free,
     warpgroup_barrier,
 )
-from onchip.backends.hopper.shared import allocate, next_number
+from onchip.backends.hopper.shared import allocate, next_tile
 from onchip.backends.hopper.variant import Variant
-from onchip.backends.hopper.work import Work, block_at, store_output, tile_at
+from onchip.backends.hopper.work import Work, block_at, store_output
 
 
 @gluon.jit
@@ -292,12 +292,8 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
         release(Cursor(gl.to_tensor(slot), gl.to_tensor(0), C.stages), C)
     if C.warpgroups - 1 == W:
         arrive(gl.to_tensor(turn_of(C.stages)), 256)
-    t = gl.program_id(0)
-    n_phase = gl.to_tensor(0)
-    if C.dynamic:
-        t, n_phase = next_number(t, n_phase, shared, C)
+    t, tile, n_phase = next_tile(gl.to_tensor(0), shared, work, C)
     if t < work.n_tiles:
-        tile = tile_at(t, work, C)
         held = gl.to_tensor(0)
         if C.held > 0:
             held = gl.zeros([64, C.held], shared.k.dtype, gl.DotOperandLayout(0, accumulator(C.tile_n), 2))
@@ -310,10 +306,8 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
                 o, p, row_max, row_sum, at = step(
                     o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
                     False, W, FN, MOD, C)  # fmt: skip
-            t, n_phase = next_number(t, n_phase, shared, C)
+            t, following, n_phase = next_tile(n_phase, shared, work, C)
             if t < work.n_tiles:
-                # Not as a second name of `tile` before the loop: Triton 3.6 does not carry that on.
-                following = tile_at(t, work, C)
                 turn ^= 1
                 held = take_queries(held, turn, shared, W, C)
                 last_max, last_sum = row_max, row_sum

@@ -9,37 +9,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from onchip.backends.hopper.parts import Cursor, join, keys_free, values_free
-from onchip.backends.hopper.shared import publish
+from onchip.backends.hopper.shared import publish, published
 from onchip.backends.hopper.variant import Variant
 from onchip.backends.hopper.work import Work, block_at, draw, load_keys, load_queries, tile_at
 
 
 @gluon.jit
 def with_rows(t, work: Work, C: Variant):
-    """t, or the number drawn after it whose tile has rows. Packed sequences may be shorter than the longest one."""
+    """t, or the number drawn after it whose tile has rows, and that tile. Packed sequences may be shorter than the
+    longest one."""
+    tile = tile_at(gl.minimum(t, work.n_tiles - 1), work, C)
     if C.packed:
-        tile = tile_at(gl.minimum(t, work.n_tiles - 1), work, C)
         while (t < work.n_tiles) & (tile.row0 >= tile.q_len):
             t = draw(work)
             tile = tile_at(gl.minimum(t, work.n_tiles - 1), work, C)
-    return t
+    return t, tile
 
 
 @gluon.jit
 def following(t, n_phase, shared, work: Work, C: Variant):
-    """The number of the tile after t, published; and the next phase."""
+    """The number of the tile after t, that tile, which is published, and the next phase."""
     if C.dynamic:
         t = draw(work)
     else:
         t += gl.num_programs(0)
-    t = with_rows(t, work, C)
-    return t, publish(t, n_phase, shared, C)
+    t, tile = with_rows(t, work, C)
+    return t, tile, publish(t, tile, n_phase, shared, C)
 
 
 @gluon.jit
-def load_tile_queries(t, turn, shared, q_desc, work: Work, C: Variant):
+def load_tile_queries(tile, turn, shared, q_desc, C: Variant):
     """`turn`: 0 and 1 in alternation, from tile to tile."""
-    tile = tile_at(t, work, C)
     for w in gl.static_range(C.warpgroups):
         mbarrier.wait(shared.q_free.index(w), turn ^ 1)
         mbarrier.expect(shared.q_full.index(w), 64 * C.dim * 2)
@@ -72,45 +72,40 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), C.stages)
     turn = gl.to_tensor(0)
     n_phase = gl.to_tensor(1)
-    t = with_rows(gl.program_id(0), work, C)
-    n_phase = publish(t, n_phase, shared, C)
+    t, tile = with_rows(gl.program_id(0), work, C)
+    n_phase = publish(t, tile, n_phase, shared, C)
     early = gl.to_tensor(0)  # whether this tile's queries were loaded beside the last tile's blocks
     if t < work.n_tiles:  # else no warpgroup takes a step, and every slot comes back as it is
-        before = tile_at(t, work, C)  # the tile of the last block
-        key = gl.to_tensor(0)  # of the last block
+        _, before = published(shared, work, C)  # the tile of the last block
+        key_before = gl.to_tensor(0)
         first = gl.to_tensor(1)
         while t < work.n_tiles:
-            tile = tile_at(t, work, C)
-            key_before = key
-            key = block_at(tile, work, 0, C)
-            load_block(k_desc, KEYS, at, shared.k, shared, tile, key, C)
-            if early == 0:
-                load_tile_queries(t, turn, shared, q_desc, work, C)
-            if first == 1:
-                skip_block(VALUES, at, shared, C)  # no values come with the first keys
-            else:
-                load_block(v_desc, VALUES, at, shared.v, shared, before, key_before, C)
-            first = gl.to_tensor(0)
-            at = at.next()
-            for position in range(1, tile.blocks):
-                key_before = key
+            _, tile = published(shared, work, C)
+            for position in range(tile.blocks):
                 key = block_at(tile, work, position, C)
                 load_block(k_desc, KEYS, at, shared.k, shared, tile, key, C)
+                if (position == 0) & (early == 0):
+                    load_tile_queries(tile, turn, shared, q_desc, C)
+                if first == 1:
+                    skip_block(VALUES, at, shared, C)  # no values come with the first keys
+                else:
+                    load_block(v_desc, VALUES, at, shared.v, shared, before, key_before, C)
+                first = gl.to_tensor(0)
+                before = tile
+                key_before = key
+                at = at.next()
                 if position == tile.blocks - 2:
                     # Late in a long tile: a program that drew earlier could take two long ones while others run out of
-                    # them. But not before a tile's second keys: a warpgroup may need those to let the queries go.
-                    t, n_phase = following(t, n_phase, shared, work, C)
+                    # them. Behind the block's loads, which do not wait for the counter then.
+                    t, ahead, n_phase = following(t, n_phase, shared, work, C)
                     if t < work.n_tiles:
-                        load_tile_queries(t, turn ^ 1, shared, q_desc, work, C)
-                load_block(v_desc, VALUES, at, shared.v, shared, tile, key_before, C)
-                at = at.next()
-            early = (tile.blocks > 2).to(gl.int32)
-            if tile.blocks <= 2:
-                t, n_phase = following(t, n_phase, shared, work, C)
+                        load_tile_queries(ahead, turn ^ 1, shared, q_desc, C)
+            early = (tile.blocks > 1).to(gl.int32)
+            if tile.blocks == 1:
+                t, ahead, n_phase = following(t, n_phase, shared, work, C)
             turn ^= 1
-            before = tile
         skip_block(KEYS, at, shared, C)  # no keys come with the last values
-        load_block(v_desc, VALUES, at, shared.v, shared, before, key, C)
+        load_block(v_desc, VALUES, at, shared.v, shared, before, key_before, C)
         at = at.next()
     for _ in gl.static_range(C.stages):  # every slot comes back, so that no barrier is left half counted
         join(KEYS + at.slot, 128 * C.warpgroups + 32)

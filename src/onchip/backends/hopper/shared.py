@@ -1,4 +1,4 @@
-"""What the kernel's roles share: tiles in shared memory, the barriers that pass them on, and the numbers of tiles."""
+"""What the kernel's roles share: tiles in shared memory, the barriers that pass them on, and the tile that is next."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from onchip.backends.hopper.parts import aggregate
 from onchip.backends.hopper.variant import Variant
+from onchip.backends.hopper.work import Tile, Work
 
 
 @aggregate
@@ -20,12 +21,12 @@ class Shared:
     q_full: gl.shared_memory_descriptor
     q_free: gl.shared_memory_descriptor  # the queries of the next tile may be loaded
     full: gl.shared_memory_descriptor  # a slot has its keys, and the values of the block before
-    number: gl.shared_memory_descriptor
-    number_full: gl.shared_memory_descriptor
-    number_free: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor  # fields of the next tile, a word each
+    tile_full: gl.shared_memory_descriptor
+    tile_free: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, held, q, k, v, out, q_full, q_free, full, number, number_full, number_free):
+    def __init__(self, held, q, k, v, out, q_full, q_free, full, tile, tile_full, tile_free):
         self.held = held
         self.q = q
         self.k = k
@@ -34,9 +35,9 @@ class Shared:
         self.q_full = q_full
         self.q_free = q_free
         self.full = full
-        self.number = number
-        self.number_full = number_full
-        self.number_free = number_free
+        self.tile = tile
+        self.tile_full = tile_full
+        self.tile_free = tile_free
 
 
 @gluon.jit
@@ -73,12 +74,12 @@ def allocate(KIND: gl.constexpr, C: Variant):
         _barriers(C.warpgroups),
         _barriers(C.warpgroups),
         _barriers(C.stages),
-        gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )
-    mbarrier.init(shared.number_full, count=1)
-    mbarrier.init(shared.number_free, count=C.warpgroups)
+    mbarrier.init(shared.tile_full, count=1)
+    mbarrier.init(shared.tile_free, count=C.warpgroups)
     for w in gl.static_range(C.warpgroups):
         mbarrier.init(shared.q_full.index(w), count=1)
         mbarrier.init(shared.q_free.index(w), count=1)
@@ -88,24 +89,71 @@ def allocate(KIND: gl.constexpr, C: Variant):
 
 
 @gluon.jit
-def publish(t, n_phase, shared, C: Variant):
-    """Tell the computing warpgroups the number of the next tile; returns the next phase."""
-    if C.dynamic:
-        mbarrier.wait(shared.number_free, n_phase)
-        shared.number.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + t)
-        mbarrier.arrive(shared.number_full, count=1)
-        n_phase ^= 1
-    return n_phase
+def _put(shared, field: gl.constexpr, value):
+    shared.tile.index(field).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
 
 
 @gluon.jit
-def next_number(t, n_phase, shared, C: Variant):
-    """The number after t, and the next phase."""
-    if C.dynamic:
-        mbarrier.wait(shared.number_full, n_phase)
-        t = gl.max(shared.number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        mbarrier.arrive(shared.number_free, count=1)
-        n_phase ^= 1
-    else:
-        t += gl.num_programs(0)
-    return t, n_phase
+def _get(shared, field: gl.constexpr):
+    """On any number of warps, all of which read the same word."""
+    return gl.max(shared.tile.index(field).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def publish(t, tile: Tile, n_phase, shared, C: Variant):
+    """Tell the computing warpgroups the next tile and its number; returns the next phase.
+
+    Their divisions, and looks at lists and lengths, took longer than the softmax of a block.
+    """
+    mbarrier.wait(shared.tile_free, n_phase)
+    _put(shared, 0, t)
+    _put(shared, 1, tile.b)
+    _put(shared, 2, tile.head)
+    _put(shared, 3, tile.row0)
+    _put(shared, 4, tile.partial)
+    _put(shared, 5, tile.full)
+    _put(shared, 6, tile.blocks)
+    _put(shared, 7, tile.last)
+    if C.left or C.right:
+        _put(shared, 8, tile.origin)
+        _put(shared, 9, tile.seen_k)
+        _put(shared, 10, tile.first)
+        _put(shared, 11, tile.end)
+    if C.packed:
+        _put(shared, 12, tile.q_start)
+        _put(shared, 13, tile.k_start)
+        _put(shared, 14, tile.q_len)
+        _put(shared, 15, tile.k_len)
+    mbarrier.arrive(shared.tile_full, count=1)
+    return n_phase ^ 1
+
+
+@gluon.jit
+def published(shared, work: Work, C: Variant):
+    """The tile that was published, and its number."""
+    zero = gl.to_tensor(0)
+    q_start, k_start, q_len, k_len = zero, zero, gl.to_tensor(work.len_q), gl.to_tensor(work.len_k)
+    if C.packed:
+        q_start, k_start, q_len, k_len = (
+            _get(shared, 12),
+            _get(shared, 13),
+            _get(shared, 14),
+            _get(shared, 15),
+        )
+    origin, seen_k, first, end = zero, k_len, zero, zero
+    if C.left or C.right:
+        origin, seen_k, first, end = _get(shared, 8), _get(shared, 9), _get(shared, 10), _get(shared, 11)
+    b, head, row0 = _get(shared, 1), _get(shared, 2), _get(shared, 3)
+    partial, full, blocks, last = _get(shared, 4), _get(shared, 5), _get(shared, 6), _get(shared, 7)
+    tile = Tile(b, head, row0, q_start, k_start, q_len, k_len, origin, seen_k, first, end, partial, full, blocks,
+                last)  # fmt: skip
+    return _get(shared, 0), tile
+
+
+@gluon.jit
+def next_tile(n_phase, shared, work: Work, C: Variant):
+    """For a computing warpgroup: the next tile, its number, and the next phase."""
+    mbarrier.wait(shared.tile_full, n_phase)
+    t, tile = published(shared, work, C)
+    mbarrier.arrive(shared.tile_free, count=1)
+    return t, tile, n_phase ^ 1
