@@ -96,7 +96,7 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
                 at = at.next()
                 if position == tile.blocks - 2:
                     # Late in a long tile: a program that drew earlier could take two long ones while others run out of
-                    # them. Behind the block's loads, which do not wait for the counter then.
+                    # them. Behind the loads of the block, so that they do not wait for the counter.
                     t, ahead, n_phase = following(t, n_phase, shared, work, C)
                     if t < work.n_tiles:
                         load_tile_queries(ahead, turn ^ 1, shared, q_desc, C)

@@ -103,7 +103,7 @@ def _get(shared, field: gl.constexpr):
 def publish(t, tile: Tile, n_phase, shared, C: Variant):
     """Tell the computing warpgroups the next tile and its number; returns the next phase.
 
-    Their divisions, and looks at lists and lengths, took longer than the softmax of a block.
+    Which spares each of them, between two tiles, the divisions of `tile_at` and its looks at lists and lengths.
     """
     mbarrier.wait(shared.tile_free, n_phase)
     _put(shared, 0, t)
