@@ -254,7 +254,7 @@ def test_extra_memory_of_kernels_that_are_not_here():
     )  # nobody sees the last keys: v is copied without them
     hidden = onchip.plan(shape, shape, shape, mask=lengths, **half).extra_memory["forward"]
     keys = 2 * 4096 * 16
-    assert hidden == keys + 2 * 128 * keys + 4 * 2 * 32 * (32 + 2) + 4 * 2
+    assert hidden == keys + 2 * 128 * keys + 4 * 2 * 32 * (32 + 3) + 4 * 2
 
 
 def test_traffic_of_a_plan():
