@@ -45,6 +45,7 @@ def visible(mask, m, n):
         ("window(None, 4) & chunked(size=7)", lambda: onchip.window(None, 4) & onchip.chunked(7)),
         ("prefix(5) | padding(2)", lambda: onchip.prefix(5) | onchip.padding(2)),
         ("documents(4)", lambda: onchip.documents(cu_seqlens=torch.tensor([0, 15, 30, 45, 60]))),
+        ("documents(7, 50, 3)", lambda: onchip.documents(cu_seqlens=torch.tensor([0, 7, 57, 60]))),
     ],
 )
 def test_masks_from_text(text, built):
@@ -76,6 +77,11 @@ def test_random_blocks(density):
         ("blocks(2.0)", "density.*2.0"),
         ("documents(0)", "documents.*0"),
         ("documents(99)", "documents.*99"),
+        ("documents()", r"documents: got \[\]"),
+        ("documents(20, 31)", "documents.*20, 31.*add up"),
+        ("documents(20, 30.0)", "documents.*30.0.*ints"),
+        ("documents(count=2)", "documents in .* got an unexpected keyword"),
+        ("blocks()", "blocks in 'blocks\\(\\)': missing 1 required"),
         ("blocks(0.5, 0)", "tile.*0"),
         ("blocks(0.5, -3)", "tile.*-3"),
         ("blocks(0.5, 2.5)", "tile.*2.5"),

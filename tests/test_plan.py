@@ -309,8 +309,9 @@ def test_a_device_that_is_not_here():
     decode = onchip.plan((4, 1, 16, 128), shape, shape, device="a100", **options)
     assert decode.floor().bound == "memory"
     assert decode.floor().seconds == pytest.approx(decode.passes("minimum")["forward"].bytes / 2.039e12)
-    with pytest.raises(ValueError, match="device.*H900.*A100.*MI300X"):
-        onchip.plan(shape, shape, shape, device="H900")
+    for wrong in ("H900", None, 1.5):
+        with pytest.raises(ValueError, match=f"device: got {wrong!r}.*A100.*MI300X"):
+            onchip.plan(shape, shape, shape, device=wrong)
 
 
 def test_the_picture():

@@ -51,7 +51,9 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.")]
 MaskText = Annotated[
     str,
     typer.Option(
-        "--mask", "-m", help='As "causal & (window(255, 0) | sinks(4))", "blocks(0.25, 64)", "documents(8)".'
+        "--mask",
+        "-m",
+        help='As "causal & (window(255, 0) | sinks(4))", "blocks(0.25, 64)", "documents(8)" or "documents(100, 28)".',
     ),
 ]
 Lengths = Annotated[

@@ -96,6 +96,6 @@ def where(device: str) -> tuple[str, str | None]:
             pass
     try:
         return torch.device(device).type, None
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         names = ", ".join(devices.NAMES)
         raise ValueError(f"device: got {device!r}, expected one of {names}, or torch's name of one") from None

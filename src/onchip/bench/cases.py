@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -231,13 +232,14 @@ def _mask(node: ast.expr, text: str, sizes: tuple[int, int, str]) -> Mask:
     try:
         return _named(name.id, args, keywords, sizes)
     except TypeError as error:
-        raise ValueError(f"mask: {name.id} in {text!r}: {error}") from None
+        takes = re.sub(r"^\w+\(\) ", "", str(error))  # without the name of a function of ours
+        raise ValueError(f"mask: {name.id} in {text!r}: {takes}") from None
 
 
 def _named(name: str, args: list[Any], keywords: dict[str, Any], sizes: tuple[int, int, str]) -> Mask:
     seqlen_q, seqlen_k, device = sizes
     if name == "documents":
-        return masks.documents(cu_seqlens=_documents(seqlen_k, *args, **keywords).to(device))
+        return masks.documents(cu_seqlens=_documents(seqlen_k, args, **keywords).to(device))
     if name == "blocks":
         return _blocks(seqlen_q, seqlen_k, device, *args, **keywords)
     if name in ("local_global", "butterfly"):
@@ -245,10 +247,18 @@ def _named(name: str, args: list[Any], keywords: dict[str, Any], sizes: tuple[in
     return getattr(masks, name)(*args, **keywords)
 
 
-def _documents(seqlen: int, count: int) -> Tensor:
-    if type(count) is not int or not 1 <= count <= seqlen:
-        raise ValueError(f"mask: documents: got {count!r}, expected an int from 1 to seqlen_k = {seqlen}")
-    return torch.linspace(0, seqlen, count + 1, device="cpu").round().to(torch.int32)
+def _documents(seqlen: int, numbers: list[Any]) -> Tensor:
+    """Boundaries of as many documents as the one number says, or of documents of these lengths."""
+    if any(type(n) is not int or n < 1 for n in numbers):
+        raise ValueError(f"mask: documents: got {numbers}, expected ints of at least 1")
+    if len(numbers) == 1 and numbers[0] <= seqlen:
+        return torch.linspace(0, seqlen, numbers[0] + 1, device="cpu").round().to(torch.int32)
+    if len(numbers) < 2 or sum(numbers) != seqlen:
+        raise ValueError(
+            f"mask: documents: got {numbers}, expected their number, from 1 to seqlen_k = {seqlen}, or lengths that "
+            "add up to it"
+        )
+    return torch.tensor([0, *numbers]).cumsum(0).to(torch.int32)
 
 
 def _blocks(seqlen_q: int, seqlen_k: int, device: str, density: float, tile: int = 64) -> Mask:
