@@ -32,7 +32,8 @@ def rates(run: dict, step: str, peers: dict[str, str]) -> str:
 
 
 def hopper(run: dict) -> str:
-    text = rates(run, "forward", {"fa3": "FlashAttention-3", "cudnn": "cuDNN"})
+    peers = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4", "cudnn": "cuDNN"}
+    text = rates(run, "forward", peers)
     ratios = [r["tflops"]["onchip"] / max(v for k, v in r["tflops"].items() if k != "onchip") for r in run["results"]
               if r["case"] == "forward"]  # fmt: skip
     return text + f"\nGeometric mean of the last column: {statistics.geometric_mean(ratios):.3f}.\n"
