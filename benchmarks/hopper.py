@@ -5,8 +5,8 @@
     python benchmarks/hopper.py --only others --out benchmarks/results/h200-hopper-others.json
 
 The library is that of the PyPI wheel fa3-fwd; --fa4 wants the packages flash-attn-4 and nvidia-cutlass-dsl on the path.
-Without either, cuDNN is the only peer. Every output of the grid is compared
-with cuDNN's; other problems' are checked on sampled rows against float64. FLOPs: 4 N^2 d h b, half of it for causal.
+Each is optional, cuDNN is always there. Every output of the grid is compared with cuDNN's; other problems' are checked
+on sampled rows against float64. FLOPs: 4 N^2 d h b, half of it for causal.
 """
 
 import argparse
@@ -36,14 +36,17 @@ def captured(call: Callable[[], torch.Tensor]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def repeatable(name: str, call: Callable[[], torch.Tensor]) -> Callable[[], object]:
-    """The replay of a graph; the call where its implementation cannot be captured, whose host time then counts, too."""
+def repeatable(name: str, call: Callable[[], torch.Tensor], plain: set[str]) -> Callable[[], object]:
+    """The replay of a graph; or the call, its host time included, where its implementation cannot be captured: then
+    its name goes into `plain`.
+    """
     try:
         return captured(call).replay
     except Exception as error:
         if name == "onchip":
             raise
         print(f"{name} is timed by plain calls: {type(error).__name__}: {error}", flush=True)
+        plain.add(name)
         return call
 
 
@@ -99,7 +102,7 @@ def interleaved(
 
 
 def cell(
-    dim: int, seqlen: int, causal: bool, peers: tuple[str, ...], rounds: int, pause: float
+    dim: int, seqlen: int, causal: bool, peers: tuple[str, ...], rounds: int, pause: float, plain: set[str]
 ) -> dict[str, float]:
     """TFLOP/s of each implementation."""
     functions = calls(dim, seqlen, causal, peers)
@@ -107,7 +110,7 @@ def cell(
     for name, out in outputs.items():
         error = (out - outputs["cudnn"]).norm() / outputs["cudnn"].norm()
         assert error < 6e-3, f"{name}: differs by {error:.1e} at dim {dim}, N = {seqlen}"
-    replays = {name: repeatable(name, call) for name, call in functions.items()}
+    replays = {name: repeatable(name, call, plain) for name, call in functions.items()}
     flops = 4 * seqlen * TOKENS * WIDTH / (2 if causal else 1)
     repeats = max(3, min(40, int(8e-3 / (flops / 500e12))))
     ms = interleaved(replays, repeats, rounds, pause)
@@ -213,14 +216,15 @@ def main() -> None:
     if options.fa3 is not None:
         torch.ops.load_library(str(options.fa3))
     peers = (*(("fa3",) if options.fa3 is not None else ()), *(("fa4",) if options.fa4 else ()))
-    results, ratios = [], []
+    results, ratios, plain = [], [], set()
     grid = itertools.product((64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), (False, True))
     for dim, seqlen, causal in () if options.only == "others" else grid:
-        rates = cell(dim, seqlen, causal, peers, options.rounds, options.pause)
+        rates = cell(dim, seqlen, causal, peers, options.rounds, options.pause, plain)
         ratios.append(record(results, rates, dim, seqlen, causal))
     if ratios:
         print("geometric mean:", round(statistics.geometric_mean(ratios), 4), flush=True)
     regime = f"cool: {options.pause} s idle before each, CUDA graphs, interleaved, medians of {options.rounds} rounds"
+    regime += f"; by plain calls: {', '.join(sorted(plain))}" if plain else ""
     versions = {"cudnn": str(torch.backends.cudnn.version())}
     if options.fa3 is not None:
         versions["fa3-fwd"] = options.fa3_version

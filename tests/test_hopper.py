@@ -135,6 +135,7 @@ def test_variants(mask, expected):
         ((128, 128), (1024, 1000), None, False),
         ((64, 128), (1024, 1024), None, False),
         ((128, 64), (1024, 1024), None, False),
+        ((256, 128), (1024, 1024), onchip.block_sparse(torch.ones(8, 3, dtype=torch.bool), (128, 384)), True),
         ((128, 128), (1024, 1024), onchip.causal(), False),
         (
             (128, 128),

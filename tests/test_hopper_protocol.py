@@ -10,7 +10,9 @@ import pytest
 
 from onchip.backends.hopper.table import TABLE, Config, keys_free, turn_of, values_free
 
-CONFIGS = list(dict.fromkeys(TABLE.values()))
+CONFIGS = list(
+    {(row.warpgroups, row.stages): row for row in TABLE.values()}.values()
+)  # what the model knows of one
 # Blocks of keys of a program's tiles, one after the other; none where the program's sequence has no rows.
 VISITS = [(), (1,), (2,), (6,), (1, 1, 1, 1), (2, 1, 3), (5, 1, 1, 2), (3, 3, 4), (1, 4, 2, 2, 9, 1)]
 
@@ -105,8 +107,8 @@ class Program:
     def __init__(self, config: Config, visits, share_q, fault=None):
         self.config, self.visits, self.share_q = config, visits, share_q
         self.fault = fault
-        self.number, self.number_full = None, Mbarrier()
-        self.number_free = Mbarrier(config.warpgroups)
+        self.tile, self.tile_full = None, Mbarrier()
+        self.tile_free = Mbarrier(config.warpgroups)
         groups, stages = config.warpgroups, config.stages
         self.held, self.q = Memory(groups), Memory(2 * groups)
         self.k, self.v = Memory(stages), Memory(stages)
@@ -128,10 +130,10 @@ class Program:
         return lambda: barrier.generation > generation
 
     def publish(self, t):
-        if self.fault != "number is overwritten":
-            yield lambda: self.number_free.passed(1 - t % 2)
-        self.number = t
-        self.number_full.arrive()
+        if self.fault != "the next tile is overwritten":
+            yield lambda: self.tile_free.passed(1 - t % 2)
+        self.tile = t
+        self.tile_full.arrive()
 
     def load_queries(self, t):
         for w in range(self.config.warpgroups):
@@ -184,7 +186,7 @@ class Program:
             self.release(me, slot)
         if w == groups - 1:
             self.turn[0].come(me)
-        yield from self.read_number(me, 0)
+        yield from self.next_tile(me, 0)
         for t, blocks in enumerate(self.visits):
             yield from self.take_queries(w, t)
             for j in range(blocks):
@@ -193,7 +195,7 @@ class Program:
                     yield from self.finish(w, t - 1)
                 if j == blocks - 1:
                     self.q.end(t % 2 * groups + w, t)
-            yield from self.read_number(me, t + 1)
+            yield from self.next_tile(me, t + 1)
         if self.visits:
             last = len(self.visits) - 1, self.visits[-1] - 1
             yield lambda: self.full[at.slot].passed(at.phase)
@@ -209,11 +211,11 @@ class Program:
         self.k_free[slot].come(me)
         self.v_free[slot].come(me)
 
-    def read_number(self, me, expected):
-        yield lambda: self.number_full.passed(expected % 2)
-        if self.number != expected:
-            raise Fault(f"{me} goes on with tile {self.number}, expected {expected}")
-        self.number_free.arrive()
+    def next_tile(self, me, expected):
+        yield lambda: self.tile_full.passed(expected % 2)
+        if self.tile != expected:
+            raise Fault(f"{me} goes on with tile {self.tile}, expected {expected}")
+        self.tile_free.arrive()
 
     def take_queries(self, w, t):
         yield lambda: self.q_full[w].passed(t % 2)
@@ -301,7 +303,7 @@ FAULTS = [
     "values are released with the keys",
     "slots are not awaited",
     "queries are not awaited",
-    "number is overwritten",
+    "the next tile is overwritten",
     "a first slot is awaited without a tile",
     "turn goes to itself",
     "last turn is not taken",

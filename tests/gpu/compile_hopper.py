@@ -22,7 +22,7 @@ from triton.runtime import driver
 import onchip
 from onchip import problem as problems
 from onchip.backends.hopper import launch, refuse_shape
-from onchip.backends.hopper.table import config, kind
+from onchip.backends.hopper.table import NEVER, config, kind
 from onchip.layout import Varlen
 from onchip.problem import Operands
 
@@ -104,14 +104,18 @@ def report(case: str) -> dict:
         "spills_in_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in products),
         "unset": unset(sass),
         "ahead": config(problem).ahead,
+        "exponentials": config(problem).tile_n
+        // 2,  # of a thread, 64 rows in 128 threads; besides two factors
         "order": [order(loop) for loop in products],
-        "named_barriers": sorted({int(n) for n in re.findall(r"bar\.(?:sync|arrive)\s+(\d+)", ptx)}),
+        "named_barriers": sorted(
+            {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)\s+(\d+)", ptx)}
+        ),
         "kilobytes": round(len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", sass)) * 16 / 1024),
     }
 
 
 def order(loop: str) -> list[str]:
-    """Waits for products, arrivals at named barriers, and runs of what the softmax is made of, as they follow."""
+    """Waits for products, arrivals at barriers, apart from those that never happen, and what the softmax is made of."""
     names = {
         "WARPGROUP.DEPBAR": "wait",
         "BAR.ARV": "arrive",
@@ -119,8 +123,8 @@ def order(loop: str) -> list[str]:
         "MUFU.EX2": "exp",
         "HGMMA": "products",
     }
-    words = [names[word] for word in re.findall("|".join(map(re.escape, names)), loop)]
-    return [word for n, word in enumerate(words) if n == 0 or words[n - 1] != word]
+    apart = loop.replace(f"BAR.ARV {NEVER:#x}, 0xa0", "never")
+    return [names.get(word, word) for word in re.findall("|".join(map(re.escape, [*names, "never"])), apart)]
 
 
 def main(share: int, shares: int) -> None:

@@ -8,7 +8,7 @@ import torch
 import onchip
 from contract import Contract, Target
 from contract_run import Case
-from onchip import traffic
+from onchip import plain, traffic
 from onchip.backends import hopper
 
 REFUSALS = {
@@ -59,10 +59,15 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         def test_blocks_of_whole_tiles_need_no_mask(self, dim, by_head):
             """Rows of tiles that see nothing, keys that nobody sees, a sink; NaN where nothing is seen."""
             blocks = torch.rand(4 if by_head else 1, 6, 8, device="cuda") < 0.4
-            blocks[:, 2], blocks[:, :, 5] = False, False
+            blocks[:, 2], blocks[:, :, 5], blocks[:, :, 0] = (
+                False,
+                False,
+                False,
+            )  # block 0 is what such rows visit
             q = torch.randn(2, 700, 4, dim, device="cuda", dtype=torch.float16)
             k, v = (torch.randn(2, 1024, 2, dim, device="cuda", dtype=torch.float16) for _ in range(2))
-            k[:, 640:768], v[:, 640:768] = torch.nan, torch.nan
+            for unseen in (slice(0, 128), slice(640, 768)):
+                k[:, unseen], v[:, unseen] = torch.nan, torch.nan
             mask = onchip.block_sparse(blocks[None] if by_head else blocks[0], tile=(128, 128))
             seen = blocks.repeat_interleave(128, 1)[:, :700].repeat_interleave(128, 2)
             truth_mask = onchip.dense(seen[None].cpu())
@@ -76,6 +81,18 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
                 )  # fmt: skip
                 for x, y, atol in zip(found, truth, (4e-3, 1e-4), strict=True):
                     torch.testing.assert_close(x.double().cpu(), y, atol=atol, rtol=4e-3)
+
+        @pytest.mark.parametrize("dim", [64, 128, 256])
+        def test_a_row_whose_scores_all_become_infinite(self, dim):
+            """Without a mask or a tail of keys, which would hide such a row anyway."""
+            mod = onchip.mod(lambda s, b, h, i, j: plain.where(i == 1, float("-inf"), s))
+            q = torch.randn(1, 256, 2, dim, device="cuda", dtype=torch.float16)
+            options = {"score": onchip.Score(mod=mod), "return_lse": True}
+            found = onchip.attention(q, q, q, backend="hopper", **options)
+            truth = onchip.attention(*[q.double().cpu()] * 3, backend="reference", **options)
+            assert (truth[0][:, 1] == 0).all() and (truth[1][..., 1] == -torch.inf).all()
+            for x, y in zip(found, truth, strict=True):
+                torch.testing.assert_close(x.double().cpu(), y, atol=4e-3, rtol=4e-3)
 
         def test_a_graph_has_a_counter_of_its_own(self):
             q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)

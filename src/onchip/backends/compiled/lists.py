@@ -45,9 +45,16 @@ def size(
     return 4 * batch * heads * lists * (width + (3 if ordered else 2))
 
 
-def longest_first(lists: Lists) -> Tensor:
-    """Numbers of each list's rows [..., rows], by how many tiles they visit: programs that draw them end together."""
-    return lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()
+def longest_first(problem: Problem, operands: Operands, tiles: Tiles, lists: Lists) -> Tensor:
+    """Numbers of the rows of `build`'s lists for each query tile, by how many tiles they visit: programs that draw them
+    end together. Strided as the rows, and kept as the lists are.
+    """
+    make = lambda: lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()  # noqa: E731
+    key = ("order", tiles)
+    if capture.capturing(problem.device):
+        known = schedule.lasting(problem, operands.layout, operands.mask, key)
+        return make() if known is None else known
+    return schedule.keep(problem, operands.layout, operands.mask, key, make)
 
 
 def build(

@@ -23,9 +23,11 @@ from onchip.backends.hopper.parts import (
     FLOOR,
     LN2,
     LOG2E,
+    TWO,
     Cursor,
     Lse,
     accumulator,
+    all_threads,
     arrive,
     both,
     column_of,
@@ -147,8 +149,8 @@ def issue_scores(held, turn, at, shared, W: gl.constexpr, C: Variant):
 @gluon.jit
 def release(at, C: Variant):
     """Let keys and values of a slot go."""
-    arrive(keys_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
-    arrive(values_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+    arrive(keys_free(C.stages) + at.slot, all_threads(C.warpgroups))
+    arrive(values_free(C.stages) + at.slot, all_threads(C.warpgroups))
 
 
 @gluon.jit
@@ -170,13 +172,13 @@ def step(o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, s
         row_max = gl.full([64], FLOOR, gl.float32, row_of(C.tile_n))
         row_sum = no_sums(C.tile_n)
     mbarrier.wait(shared.full.index(at.slot), at.phase)
-    join(gl.to_tensor(turn_of(C.stages) + W), 256)
+    join(gl.to_tensor(turn_of(C.stages) + W), TWO)
     s = issue_scores(held, turn, at, shared, W, C)
     p = unpack(p, KIND, gl.DotOperandLayout(0, accumulator(C.dim_v), 2))
     o = warpgroup_mma(p, shared.v.index(at.slot), o, is_async=True)
-    arrive(gl.to_tensor(turn_of(C.stages) + (W + 1) % C.warpgroups), 256)
+    arrive(gl.to_tensor(turn_of(C.stages) + (W + 1) % C.warpgroups), TWO)
     s = warpgroup_mma_wait(1, deps=(s,))
-    arrive(keys_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+    arrive(keys_free(C.stages) + at.slot, all_threads(C.warpgroups))
     s = warpgroup_mma_wait(1, deps=(s,))  # as below
     s, unit = seen(s, tile, key, masked, work, score, scale, W, FN, MOD, C)
     row_max, alpha = maxima(s, row_max, unit)
@@ -188,7 +190,7 @@ def step(o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, s
         left, row_sum = weights(left, row_max, row_sum, unit, KIND, C)
         row_sum = computed(row_sum)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
-    arrive(values_free(C.stages) + at.slot, 128 * C.warpgroups + 32)
+    arrive(values_free(C.stages) + at.slot, all_threads(C.warpgroups))
     # Once more, at the price of one instruction: what needs o then stands behind the arrival, which the assembler
     # otherwise moved to the end of the block.
     o = warpgroup_mma_wait(0, deps=(o,))
@@ -254,7 +256,9 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
     at = tile.b.to(gl.int64) * lse.batch + h.to(gl.int64) * lse.head + tile.q_start + q
     gl.store(lse.ptr + at, row_lse, mask=q < tile.q_len)
     o = scaled(o, factor, C)
-    if C.masked or C.exact:  # a row that sees no key: 0, whatever it was multiplied with
+    if (
+        C.masked or C.exact or C.modified
+    ):  # a row that sees no key, or none whose score is above -inf: 0, not 0 * inf
         none = gl.convert_layout(total, row_of(C.dim_v)) == 0.0
         o = gl.where(none[:, None], 0.0, o)
     o = o.to(shared.k.dtype)
@@ -291,7 +295,7 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
     for slot in gl.static_range(C.stages):
         release(Cursor(gl.to_tensor(slot), gl.to_tensor(0), C.stages), C)
     if C.warpgroups - 1 == W:
-        arrive(gl.to_tensor(turn_of(C.stages)), 256)
+        arrive(gl.to_tensor(turn_of(C.stages)), TWO)
     t, tile, n_phase = next_tile(gl.to_tensor(0), shared, work, C)
     if t < work.n_tiles:
         held = gl.to_tensor(0)
@@ -306,6 +310,7 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
                 o, p, row_max, row_sum, at = step(
                     o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
                     False, W, FN, MOD, C)  # fmt: skip
+            # Not as `tile`, which the last step still needs, nor as a second name of it (end of the log).
             t, following, n_phase = next_tile(n_phase, shared, work, C)
             if t < work.n_tiles:
                 turn ^= 1
@@ -322,7 +327,7 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
         finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W, C)
     tma.store_wait(0)
     if W == 0:
-        join(gl.to_tensor(turn_of(C.stages)), 256)
+        join(gl.to_tensor(turn_of(C.stages)), TWO)
 
 
 @gluon.jit(do_not_specialize=["len_q", "len_k", "heads", "m_blocks", "section", "width", "n_tiles"])

@@ -87,7 +87,7 @@ def descriptor(tensor: Tensor, rows: int, columns: int, pack: int = 1) -> Tensor
 def cut(problem: Problem, band: rules.Band) -> tuple[int, int] | None:
     """Keys [lo, hi) of dense tensors that the band shows to any query, if not all: past them the engine reads 0.
 
-    `tiles.tile_at` counts keys from the same first one.
+    `work.tile_at` counts keys from the same first one.
     """
     length_q, length_k = problem.seqlen_q, problem.seqlen_k
     lo, hi = 0, length_k
@@ -181,7 +181,7 @@ class Attend:
         if parts:
             tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
             tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
-            order = lists.longest_first(tiles_of)
+            order = lists.longest_first(problem, operands, tiles, tiles_of)
             if not C.exact:
                 function, mask_args = arguments.mask_function(problem, operands)
             rows_of = intervals.rows(problem, operands)

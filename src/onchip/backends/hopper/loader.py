@@ -1,14 +1,14 @@
 """The loading warp: queries of a tile, then keys and values of its blocks, into the slots of a ring.
 
 A slot holds the keys of a block and the values of the block before it, which for a tile's first block are of the tile
-before: what one step of a computing warpgroup takes, behind one barrier.
+before: what one step of a computing warpgroup takes. It awaits them together, and lets them go one after the other.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from onchip.backends.hopper.parts import Cursor, join, keys_free, values_free
+from onchip.backends.hopper.parts import Cursor, all_threads, join, keys_free, values_free
 from onchip.backends.hopper.shared import publish, published
 from onchip.backends.hopper.variant import Variant
 from onchip.backends.hopper.work import Work, block_at, draw, load_keys, load_queries, tile_at
@@ -27,7 +27,7 @@ def with_rows(t, work: Work, C: Variant):
 
 
 @gluon.jit
-def following(t, n_phase, shared, work: Work, C: Variant):
+def draw_next(t, n_phase, shared, work: Work, C: Variant):
     """The number of the tile after t, that tile, which is published, and the next phase."""
     if C.dynamic:
         t = draw(work)
@@ -53,7 +53,7 @@ def load_tile_queries(tile, turn, shared, q_desc, C: Variant):
 @gluon.jit
 def load_block(desc, free, at, target, shared, tile, key, C: Variant):
     """Keys or values of a block into the ring's current slot, once every warpgroup has read what is there."""
-    join(free + at.slot, 128 * C.warpgroups + 32)
+    join(free + at.slot, all_threads(C.warpgroups))
     mbarrier.expect(shared.full.index(at.slot), C.tile_n * target.shape[2] * 2)
     load_keys(desc, shared.full.index(at.slot), target.index(at.slot), tile, key, C)
 
@@ -61,7 +61,7 @@ def load_block(desc, free, at, target, shared, tile, key, C: Variant):
 @gluon.jit
 def skip_block(free, at, shared, C: Variant):
     """Nothing where `load_block` would load."""
-    join(free + at.slot, 128 * C.warpgroups + 32)
+    join(free + at.slot, all_threads(C.warpgroups))
     mbarrier.arrive(shared.full.index(at.slot), count=1)
 
 
@@ -76,6 +76,7 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
     n_phase = publish(t, tile, n_phase, shared, C)
     early = gl.to_tensor(0)  # whether this tile's queries were loaded beside the last tile's blocks
     if t < work.n_tiles:  # else no warpgroup takes a step, and every slot comes back as it is
+        # Read back, not the tile at hand: Triton 3.6 does not carry on a second name of it (end of the log).
         _, before = published(shared, work, C)  # the tile of the last block
         key_before = gl.to_tensor(0)
         first = gl.to_tensor(1)
@@ -97,17 +98,17 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
                 if position == tile.blocks - 2:
                     # Late in a long tile: a program that drew earlier could take two long ones while others run out of
                     # them. Behind the loads of the block, so that they do not wait for the counter.
-                    t, ahead, n_phase = following(t, n_phase, shared, work, C)
+                    t, ahead, n_phase = draw_next(t, n_phase, shared, work, C)
                     if t < work.n_tiles:
                         load_tile_queries(ahead, turn ^ 1, shared, q_desc, C)
             early = (tile.blocks > 1).to(gl.int32)
             if tile.blocks == 1:
-                t, ahead, n_phase = following(t, n_phase, shared, work, C)
+                t, ahead, n_phase = draw_next(t, n_phase, shared, work, C)
             turn ^= 1
         skip_block(KEYS, at, shared, C)  # no keys come with the last values
         load_block(v_desc, VALUES, at, shared.v, shared, before, key_before, C)
         at = at.next()
     for _ in gl.static_range(C.stages):  # every slot comes back, so that no barrier is left half counted
-        join(KEYS + at.slot, 128 * C.warpgroups + 32)
-        join(VALUES + at.slot, 128 * C.warpgroups + 32)
+        join(KEYS + at.slot, all_threads(C.warpgroups))
+        join(VALUES + at.slot, all_threads(C.warpgroups))
         at = at.next()

@@ -21,6 +21,8 @@ FLOOR = gl.constexpr(-3.0e38)
 keys_free = gluon.constexpr_function(table.keys_free)
 values_free = gluon.constexpr_function(table.values_free)
 turn_of = gluon.constexpr_function(table.turn_of)
+all_threads = gluon.constexpr_function(table.all_threads)
+TWO = gl.constexpr(256)  # threads of two warpgroups
 # A packed sequence ends where a coordinate passes this bound of the descriptor (see `packed_rows`).
 BOUND = gl.constexpr(1 << 30)
 
@@ -213,7 +215,7 @@ def halves(x):
 
 COMPUTED = gl.constexpr(
     "{.reg .pred low; .reg .f32 least; min.f32 least, $2, $3; setp.lt.f32 low, least, 0fFF7843B0;"  # -3.3e38
-    " @low bar.arrive 15, 160; mov.b32 $0, $2; mov.b32 $1, $3;}"
+    f" @low bar.arrive {table.NEVER}, 160; mov.b32 $0, $2; mov.b32 $1, $3;}}"
 )
 
 

@@ -8,6 +8,13 @@ from onchip.backends.hopper.parts import aggregate
 from onchip.backends.hopper.variant import Variant
 from onchip.backends.hopper.work import Tile, Work
 
+# Where the fields of the next tile stand. Those behind LAST are of a band, or of packed sequences; else they are known.
+FIELDS = gl.constexpr(16)
+(
+    NUMBER, B, HEAD, ROW0, PARTIAL, FULL, BLOCKS, LAST,
+    ORIGIN, SEEN_K, FIRST, END, Q_START, K_START, Q_LEN, K_LEN,
+) = map(gl.constexpr, range(16))  # fmt: skip
+
 
 @aggregate
 class Shared:
@@ -74,7 +81,7 @@ def allocate(KIND: gl.constexpr, C: Variant):
         _barriers(C.warpgroups),
         _barriers(C.warpgroups),
         _barriers(C.stages),
-        gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )
@@ -106,24 +113,24 @@ def publish(t, tile: Tile, n_phase, shared, C: Variant):
     Which spares each of them, between two tiles, the divisions of `tile_at` and its looks at lists and lengths.
     """
     mbarrier.wait(shared.tile_free, n_phase)
-    _put(shared, 0, t)
-    _put(shared, 1, tile.b)
-    _put(shared, 2, tile.head)
-    _put(shared, 3, tile.row0)
-    _put(shared, 4, tile.partial)
-    _put(shared, 5, tile.full)
-    _put(shared, 6, tile.blocks)
-    _put(shared, 7, tile.last)
+    _put(shared, NUMBER, t)
+    _put(shared, B, tile.b)
+    _put(shared, HEAD, tile.head)
+    _put(shared, ROW0, tile.row0)
+    _put(shared, PARTIAL, tile.partial)
+    _put(shared, FULL, tile.full)
+    _put(shared, BLOCKS, tile.blocks)
+    _put(shared, LAST, tile.last)
     if C.left or C.right:
-        _put(shared, 8, tile.origin)
-        _put(shared, 9, tile.seen_k)
-        _put(shared, 10, tile.first)
-        _put(shared, 11, tile.end)
+        _put(shared, ORIGIN, tile.origin)
+        _put(shared, SEEN_K, tile.seen_k)
+        _put(shared, FIRST, tile.first)
+        _put(shared, END, tile.end)
     if C.packed:
-        _put(shared, 12, tile.q_start)
-        _put(shared, 13, tile.k_start)
-        _put(shared, 14, tile.q_len)
-        _put(shared, 15, tile.k_len)
+        _put(shared, Q_START, tile.q_start)
+        _put(shared, K_START, tile.k_start)
+        _put(shared, Q_LEN, tile.q_len)
+        _put(shared, K_LEN, tile.k_len)
     mbarrier.arrive(shared.tile_full, count=1)
     return n_phase ^ 1
 
@@ -134,20 +141,26 @@ def published(shared, work: Work, C: Variant):
     zero = gl.to_tensor(0)
     q_start, k_start, q_len, k_len = zero, zero, gl.to_tensor(work.len_q), gl.to_tensor(work.len_k)
     if C.packed:
-        q_start, k_start, q_len, k_len = (
-            _get(shared, 12),
-            _get(shared, 13),
-            _get(shared, 14),
-            _get(shared, 15),
-        )
+        q_start, k_start = _get(shared, Q_START), _get(shared, K_START)
+        q_len, k_len = _get(shared, Q_LEN), _get(shared, K_LEN)
     origin, seen_k, first, end = zero, k_len, zero, zero
     if C.left or C.right:
-        origin, seen_k, first, end = _get(shared, 8), _get(shared, 9), _get(shared, 10), _get(shared, 11)
-    b, head, row0 = _get(shared, 1), _get(shared, 2), _get(shared, 3)
-    partial, full, blocks, last = _get(shared, 4), _get(shared, 5), _get(shared, 6), _get(shared, 7)
+        origin, seen_k, first, end = (
+            _get(shared, ORIGIN),
+            _get(shared, SEEN_K),
+            _get(shared, FIRST),
+            _get(shared, END),
+        )
+    b, head, row0 = _get(shared, B), _get(shared, HEAD), _get(shared, ROW0)
+    partial, full, blocks, last = (
+        _get(shared, PARTIAL),
+        _get(shared, FULL),
+        _get(shared, BLOCKS),
+        _get(shared, LAST),
+    )
     tile = Tile(b, head, row0, q_start, k_start, q_len, k_len, origin, seen_k, first, end, partial, full, blocks,
                 last)  # fmt: skip
-    return _get(shared, 0), tile
+    return _get(shared, NUMBER), tile
 
 
 @gluon.jit

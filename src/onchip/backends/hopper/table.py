@@ -39,7 +39,8 @@ class Config(NamedTuple):
         return 168 if self.warpgroups == 2 else 128
 
 
-# (head dim, kind of problem) -> Config; bf16, H200, 2026-12-01, best of 4 to 14 candidates over full and causal.
+# (head dim, kind of problem) -> Config; a kind without a row takes the long one. bf16, H200, 2026-12-01, best of 4 to
+# 14 candidates over full and causal.
 TABLE: dict[tuple[int, str], Config] = {
     # Softmax takes as long as the products at dim 64: three warpgroups cover for one another. They have 160 registers
     # of a thread, too few for half of the new weights beside all of the last ones.
@@ -61,6 +62,12 @@ TABLE: dict[tuple[int, str], Config] = {
 
 
 # Named barriers. There are 16, of which Triton takes the first five: one for each partition, and one for their start.
+NEVER = 15  # stands in an arrival that never happens (`parts.computed`); otherwise it may be a turn's
+
+
+def all_threads(warpgroups: int) -> int:
+    """Of the computing warpgroups and the loading warp, which pass a slot on."""
+    return 128 * warpgroups + 32
 
 
 def keys_free(stages: int) -> int:
@@ -95,5 +102,5 @@ def kind(problem: Problem) -> str:
 
 
 def config(problem: Problem) -> Config:
-    dim, of = max(padded(problem.dim), padded(problem.dim_v)), kind(problem)
-    return TABLE.get((dim, of)) or TABLE[dim, "long"]
+    dim = max(padded(problem.dim), padded(problem.dim_v))
+    return TABLE.get((dim, kind(problem))) or TABLE[dim, "long"]

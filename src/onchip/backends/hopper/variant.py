@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     masked: bool  # some block may need a mask: for the mask itself, or for the tail of the keys
     right: bool  # a band bounded to the right
     left: bool  # a band bounded to the left
-    edges: bool  # masked blocks other than the first one of a tile
+    edges: bool  # some blocks of a visit are masked, as `Tile` says; of a band, beside the first one
     modified: bool  # scores change before the softmax
     share_q: bool  # the output leaves through the queries' shared memory
 

@@ -164,7 +164,7 @@ def tile_at(t, work: Work, C: Variant):
         full = hi - full_lo
         blocks = hi - lo
         last = gl.maximum(hi - 1, 0)
-    # A tile that sees nothing visits one block, whose mask hides it all.
+    # A tile that sees nothing visits one block, which its mask hides, or `finish` leaves out where none is compiled in.
     blocks = gl.maximum(blocks, 1)
     return Tile(b, head, i * TILE_Q, q_start, k_start, q_len, k_len, origin, seen_k, first, end, partial, full, blocks,
                 last)  # fmt: skip
