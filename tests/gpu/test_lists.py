@@ -106,6 +106,28 @@ def test_what_a_mask_without_tensors_shows_lasts_in_a_graph(monkeypatch):
         torch.testing.assert_close(again, out, atol=1e-6, rtol=1e-5)
 
 
+def test_the_longest_rows_come_first_and_stay_so(monkeypatch):
+    """Each list's own, kept with the mask; in a capture those of before, where the mask has no tensor."""
+    tiles = schedule.Tiles(16, 32)
+    q, k, v = (torch.randn(2, 200, 2, 16, device=DEVICE) for _ in range(3))
+    limit = torch.tensor([3], device=DEVICE)
+    for mask, lasts in (
+        (onchip.where(lambda b, h, i, j: (j + 40 * h) % 70 <= i + 30 * b), True),
+        (onchip.where(lambda b, h, i, j, t: (j + 40 * h) % 70 <= i + 30 * b - t[0], limit), False),
+    ):
+        place, problem = problems.dense(q, k, v, mask, None, None, 0.0, True)
+        operands = problems.Operands(q, k, v, place, mask, onchip.Score())
+        found, _ = lists.build(problem, operands, tiles, False, rows=True)
+        order = lists.longest_first(problem, operands, tiles, found)
+        lengths = found.counts.sum(-1).gather(-1, order.long())
+        assert (lengths[..., :-1] >= lengths[..., 1:]).all() and lengths.unique().numel() > 2
+        assert torch.equal(order.sort(-1).values, torch.arange(13, device=DEVICE).expand_as(order).int())
+        assert lists.longest_first(problem, operands, tiles, found) is order
+        with monkeypatch.context() as patch:
+            patch.setattr(capture, "capturing", lambda device: True)
+            assert (lists.longest_first(problem, operands, tiles, found) is order) == lasts
+
+
 def test_one_tensor_as_query_key_and_value():
     """Kernels read a tensor by a descriptor or by its strides: which, they must not take from the tensor itself."""
     made = torch.randn(1, 70, 2, 16, device=DEVICE)
