@@ -258,7 +258,7 @@ def _documents(seqlen: int, numbers: list[Any]) -> Tensor:
             f"mask: documents: got {numbers}, expected their number, from 1 to seqlen_k = {seqlen}, or lengths that "
             "add up to it"
         )
-    return torch.tensor([0, *numbers]).cumsum(0).to(torch.int32)
+    return torch.tensor([0, *numbers], device="cpu").cumsum(0).to(torch.int32)
 
 
 def _blocks(seqlen_q: int, seqlen_k: int, device: str, density: float, tile: int = 64) -> Mask:
