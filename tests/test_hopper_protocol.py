@@ -10,9 +10,8 @@ import pytest
 
 from onchip.backends.hopper.table import TABLE, Config, keys_free, turn_of, values_free
 
-CONFIGS = list(
-    {(row.warpgroups, row.stages): row for row in TABLE.values()}.values()
-)  # what the model knows of one
+# One of each kind that the model can tell apart.
+CONFIGS = list({(row.warpgroups, row.stages): row for row in TABLE.values()}.values())
 # Blocks of keys of a program's tiles, one after the other; none where the program's sequence has no rows.
 VISITS = [(), (1,), (2,), (6,), (1, 1, 1, 1), (2, 1, 3), (5, 1, 1, 2), (3, 3, 4), (1, 4, 2, 2, 9, 1)]
 

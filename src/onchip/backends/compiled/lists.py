@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from onchip import capture, rules, schedule
 from onchip.mask import Region
 from onchip.problem import Operands, Problem
 from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+
+T = TypeVar("T")
 
 
 class Lists(NamedTuple):
@@ -45,18 +48,6 @@ def size(
     return 4 * batch * heads * lists * (width + (3 if ordered else 2))
 
 
-def longest_first(problem: Problem, operands: Operands, tiles: Tiles, lists: Lists) -> Tensor:
-    """Numbers of the rows of `build`'s lists for each query tile, by how many tiles they visit: programs that draw them
-    end together. Strided as the rows, and kept as the lists are.
-    """
-    make = lambda: lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()  # noqa: E731
-    key = ("order", tiles)
-    if capture.capturing(problem.device):
-        known = schedule.lasting(problem, operands.layout, operands.mask, key)
-        return make() if known is None else known
-    return schedule.keep(problem, operands.layout, operands.mask, key, make)
-
-
 def build(
     problem: Problem, operands: Operands, tiles: Tiles, by_key: bool, rows: bool = False
 ) -> tuple[Lists | None, int]:
@@ -69,12 +60,26 @@ def build(
     """
     if not needed(problem, by_key, rows):
         return None, 0
-    key = ("lists", by_key, tiles)
+    kinds = _kinds
     if capture.capturing(problem.device):
         kinds = _packed_kinds if problem.layout == "varlen" else _kinds_unseen
+    make = lambda: _lists(kinds(problem, operands, tiles, by_key), by_key)  # noqa: E731
+    return _kept(problem, operands, ("lists", by_key, tiles), make)
+
+
+def longest_first(problem: Problem, operands: Operands, tiles: Tiles, lists: Lists) -> Tensor:
+    """Numbers of the rows of `build`'s lists for each query tile, by how many tiles they visit: programs that draw them
+    end together. Strided as the rows, and kept as the lists are.
+    """
+    make = lambda: lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()  # noqa: E731
+    return _kept(problem, operands, ("order", tiles), make)
+
+
+def _kept(problem: Problem, operands: Operands, key: tuple, make: Callable[[], T]) -> T:
+    """`make()`, kept with the mask; in a capture anew, unless what a call before it kept holds in every replay."""
+    if capture.capturing(problem.device):
         known = schedule.lasting(problem, operands.layout, operands.mask, key)
-        return known or _lists(kinds(problem, operands, tiles, by_key), by_key)
-    make = lambda: _lists(_kinds(problem, operands, tiles, by_key), by_key)  # noqa: E731
+        return make() if known is None else known
     return schedule.keep(problem, operands.layout, operands.mask, key, make)
 
 

@@ -116,11 +116,11 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan(
-    problem: Problem, band: rules.Band, by_head: bool, index: int, grain: tuple[int, int] | None = None
+    problem: Problem, band: rules.Band, by_head: bool, index: int, divisor: tuple[int, int] | None = None
 ) -> Plan:
     chosen = config(problem)
     pack = packs(problem, chosen.tile_m, by_head)
-    C = variant(problem, band, chosen, pack, grain)
+    C = variant(problem, band, chosen, pack, divisor)
     heads = problem.heads_q // pack
     m_blocks = -(-problem.seqlen_q // (chosen.tile_m // pack))
     n_tiles = m_blocks * heads * problem.batch

@@ -6,15 +6,16 @@ from onchip.problem import Problem
 
 
 class Config(NamedTuple):
-    """`warpgroups` of 64 queries each share blocks of `tile_n` keys, of which `stages` are in flight."""
+    """`warpgroups` of 64 queries each share blocks of `tile_n` keys, of which `stages` are in flight.
+
+    `ahead`: what of the softmax stands before the wait for the values, "maxima" or "half" of it, or "" for no matter.
+    """
 
     warpgroups: int
     tile_n: int
     stages: int
     held: int = 0  # columns of the queries that stay in registers: all, half of them, or none
-    ahead: str = (
-        ""  # what of the softmax stands before the wait for the values: "maxima", "half", or "" for no matter
-    )
+    ahead: str = ""
     chain: bool = True  # a row's weights are added one by one, else by pairs (`parts.quad_sum`)
 
     @property
@@ -54,7 +55,7 @@ TABLE: dict[tuple[int, str], Config] = {
     (128, "long"): Config(2, 128, 2, ahead="half"),
     (128, "modified"): Config(2, 128, 2),
     # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up. A chain is
-    # slower by 2 to 5 %.
+    # slower by 1 to 5 %, but for causal with `ahead` left open (log, entry 27).
     (256, "long"): Config(2, 64, 2, held=128, ahead="maxima", chain=False),
     # 64 keys would spill in the loop.
     (256, "modified"): Config(2, 32, 4, held=128, chain=False),
@@ -62,6 +63,7 @@ TABLE: dict[tuple[int, str], Config] = {
 
 
 # Named barriers. There are 16, of which Triton takes the first five: one for each partition, and one for their start.
+_FIRST = 5
 NEVER = 15  # stands in an arrival that never happens (`parts.computed`); otherwise it may be a turn's
 
 
@@ -72,17 +74,17 @@ def all_threads(warpgroups: int) -> int:
 
 def keys_free(stages: int) -> int:
     """+ slot: every warpgroup has read the keys there."""
-    return 5
+    return _FIRST
 
 
 def values_free(stages: int) -> int:
     """+ slot: every warpgroup has read the values there."""
-    return 5 + stages
+    return _FIRST + stages
 
 
 def turn_of(stages: int) -> int:
     """+ warpgroup: it may issue its products."""
-    return 5 + 2 * stages
+    return _FIRST + 2 * stages
 
 
 def padded(dim: int) -> int:

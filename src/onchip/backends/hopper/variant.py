@@ -38,21 +38,19 @@ class Variant(NamedTuple):
 
 
 def variant(
-    problem: Problem, band: rules.Band, chosen: Config, pack: int, grain: tuple[int, int] | None = None
+    problem: Problem, band: rules.Band, chosen: Config, pack: int, divisor: tuple[int, int] | None = None
 ) -> Variant:
-    """`grain`: where the mask is blocks alone, numbers of queries and keys that divide them."""
+    """`divisor`: of the blocks, as `grain` says."""
     packed = problem.layout == "varlen"
     band_only = not set(problem.mask_parts) - {"band"}
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
     right = (band.right, band.top_right) != (None, None)
     left = (band.left, band.top_left) != (None, None)
     held = min(chosen.held, dim)
-    cuts = chosen.tile_m // pack, chosen.tile_n
-    exact = grain is not None and (grain[0] % cuts[0], grain[1] % cuts[1], problem.seqlen_k % cuts[1]) == (
-        0,
-        0,
-        0,
-    )
+    exact = False
+    if divisor is not None:
+        tile_q, tile_n = chosen.tile_m // pack, chosen.tile_n
+        exact = not (divisor[0] % tile_q or divisor[1] % tile_n or problem.seqlen_k % tile_n)
     edges = right or left or not (band_only or exact)
     fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(
