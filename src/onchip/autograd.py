@@ -69,12 +69,15 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
     return _Transformed.apply(call, *tensors)[:2]  # type: ignore[misc]
 
 
-def _constants(operands: Operands) -> tuple[Tensor, ...]:
+def _constants(operands: Operands) -> list[Tensor]:
     """The tensors of a call that get no gradient: of its mask, mod and layout, and its seed."""
     mod, seed = operands.score.mod, operands.seed
-    others = () if mod is None else mod.args  # type: ignore[union-attr]
-    seeds = () if isinstance(seed, int) else (seed,)
-    return (*operands.mask.tensors(), *others, *operands.layout.tensors(), *seeds)
+    found = [*operands.mask.tensors(), *operands.layout.tensors()]
+    if mod is not None:
+        found += mod.args  # type: ignore[union-attr]
+    if not isinstance(seed, int):
+        found.append(seed)
+    return found
 
 
 def _remember(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -112,7 +115,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
         # The tensors are the call's own: bound again only where one is left to be negated.
-        pending = any(t is not None and t.is_neg() for t in tensors)
+        pending = [t for t in tensors if t is not None and t.is_neg()]
         operands = call.bind(tensors) if pending else call.operands
         output = tuple(call.backend.forward(call.problem, operands, call.tiles))
         _remember(ctx, (call, *tensors), output)

@@ -354,7 +354,7 @@ class Mask:
             part.check(problem)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for part in self.parts for t in part.tensors())
+        return tuple([t for part in self.parts for t in part.tensors()])
 
     def dependence(self, problem: Problem) -> tuple[bool, bool]:
         return _any_dependence([part.dependence(problem) for part in self.parts])

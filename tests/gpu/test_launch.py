@@ -1,7 +1,12 @@
 """A kept launch takes the compiled kernel of its first call, which Triton chose by the values of whole numbers too."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 import onchip
 from onchip import problem as problems
@@ -106,3 +111,48 @@ def test_steady_launches_are_of_one_kind(layout, name, has_sink, steady):
 def test_a_softcap_is_a_float():
     """A kernel compiled for a whole number takes no other: 30 and 30.0 are one key of what is kept."""
     assert type(onchip.Score(softcap=30).softcap) is float
+
+
+class Loaded(CompiledKernel):
+    """A kernel that is on its device, and a launcher that notes what it is given."""
+
+    def __init__(self):
+        self.function, self.packed_metadata, self.name = "function", "packed", "name"
+        self.module, self.src, self.calls = None, None, []
+        self._run = lambda *args: self.calls.append(args)
+
+    def _init_handles(self):
+        pass
+
+
+def test_a_relaunch_is_tritons_own(monkeypatch):
+    """It differs in what is for hooks, while there are none."""
+    active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: 70 + device)
+    monkeypatch.setattr(driver, "_active", active)
+    kernel, grid = Loaded(), (2, 3, 1)
+    again = launch._relaunch(kernel, grid, ("c", "d"))
+    kernel[grid](*"abcd")
+    again(("a", "b"))
+    theirs, ours = kernel.calls
+    assert list(theirs[7:9]) == [knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook]
+    assert ours == (*theirs[:6], None, None, None, *theirs[9:])
+    assert theirs[9:] == tuple("abcd") and theirs[3] == 71
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_relaunch_serves_hooks(name, chained, monkeypatch):
+    """A profiler's, added to Triton's or in their place, though the launch was kept before they came."""
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(driver, "_active", active)
+    kernel = Loaded()
+    again = launch._relaunch(kernel, (1, 1, 1), ())
+    chain, hook = getattr(knobs.runtime, name), lambda metadata: None
+    if chained:
+        monkeypatch.setattr(chain, "calls", [hook])
+    else:
+        monkeypatch.setattr(knobs.runtime, name, hook)
+    again(("a",))
+    metadata, enter, leave = kernel.calls[0][6:9]
+    assert metadata.get() == {"name": "name", "function": "function", "stream": 7}
+    assert {"launch_enter_hook": enter, "launch_exit_hook": leave}[name] is (chain if chained else hook)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterable
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,10 +67,14 @@ def extra_memory(
     return planning.backward_memory(problem, operands, needs, facts)
 
 
-def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
-    from onchip.backends.triton.forward_pass import forward
+@cache
+def _needing_triton(name: str) -> Any:
+    """A module that imports triton. Kept: an import statement in each call takes half a microsecond."""
+    return importlib.import_module(f"onchip.backends.triton.{name}")
 
-    return forward(problem, operands)
+
+def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
+    return _needing_triton("forward_pass").forward(problem, operands)
 
 
 def append(
@@ -80,14 +86,10 @@ def append(
     v: Tensor | None,
     rotary: Rotary | None,
 ) -> Tensor:
-    from onchip.backends.triton.append_pass import append
-
-    return append(layout, q, k_cache, v_cache, k, v, rotary)
+    return _needing_triton("append_pass").append(layout, q, k_cache, v_cache, k, v, rotary)
 
 
 def backward(
     problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
 ) -> Grads:
-    from onchip.backends.triton.backward_pass import backward
-
-    return backward(problem, operands, saved, dout, dlse)
+    return _needing_triton("backward_pass").backward(problem, operands, saved, dout, dlse)

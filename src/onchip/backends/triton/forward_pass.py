@@ -96,8 +96,10 @@ class Forward:
         else:
             out = torch.empty((*q.shape[:-1], problem.dim_v), dtype=q.dtype, device=q.device)
         if not self.packed:
-            shape = problem.batch, problem.heads_q, problem.seqlen_q
-            return out, torch.empty(shape, dtype=torch.float32, device=q.device)
+            # Sizes one by one: with a tuple of them it takes a third longer.
+            return out, torch.empty(
+                problem.batch, problem.heads_q, problem.seqlen_q, dtype=torch.float32, device=q.device
+            )
         lse = torch.empty((problem.heads_q, q.shape[0]), dtype=torch.float32, device=q.device)
         if launch.operands.layout.used_q is not None:  # type: ignore[union-attr]
             out.zero_()  # rows past a sequence's used length are not written
