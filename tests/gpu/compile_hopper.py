@@ -115,13 +115,15 @@ def report(case: str) -> dict:
 
 
 def order(loop: str) -> list[str]:
-    """Waits for products, arrivals at barriers, apart from those that never happen, and what the softmax is made of."""
+    """Waits for products, arrivals at barriers, apart from those that never happen, what the softmax is made of, and a
+    warp's vote."""
     names = {
         "WARPGROUP.DEPBAR": "wait",
         "BAR.ARV": "arrive",
         "FMNMX": "maxima",
         "MUFU.EX2": "exp",
         "HGMMA": "products",
+        "VOTE": "vote",
     }
     apart = loop.replace(f"BAR.ARV {NEVER:#x}, 0xa0", "never")
     return [names.get(word, word) for word in re.findall("|".join(map(re.escape, [*names, "never"])), apart)]

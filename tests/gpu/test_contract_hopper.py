@@ -94,6 +94,33 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
             for x, y in zip(found, truth, strict=True):
                 torch.testing.assert_close(x.double().cpu(), y, atol=4e-3, rtol=4e-3)
 
+        @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+        @pytest.mark.parametrize("dim", [64, 128, 256])
+        def test_scores_that_rise_from_block_to_block(self, dim, dtype):
+            """By less than the kernel lets them pass the maximum that it keeps, by more, and for some of a warp's rows.
+
+            Blocks are visited from the last to the first: slopes of either sign rise or fall on the way.
+            """
+            rows = torch.arange(256)
+            steps = torch.tensor([0.0, 1.0, 3.0, -2.0, 5.0, 8.0, -9.0, 40.0])  # a block, in natural units
+            slopes = torch.where(
+                rows < 128, steps[rows // 16], steps[rows % 8]
+            )  # warp by warp, then row by row
+            slopes = torch.cat([slopes, -slopes])
+            q, k, v = (torch.randn(2, n, 2, dim) for n in (512, 1024, 1024))
+            q[..., 0], k[..., 0] = slopes[:, None], (torch.arange(1024) // 128)[:, None].float()
+            q[..., 1:] *= 0.25
+            q, k, v = (x.to("cuda", dtype) for x in (q, k, v))
+            room = 4 * torch.finfo(dtype).eps
+            for mask in (onchip.Mask(), onchip.causal(), onchip.window(700, 300)):
+                options = {"mask": mask, "scale": 1.0, "return_lse": True}
+                found = onchip.attention(q, k, v, backend="hopper", **options)
+                truth = onchip.attention(
+                    *(x.double().cpu() for x in (q, k, v)), backend="reference", **options
+                )
+                torch.testing.assert_close(found[0].double().cpu(), truth[0], atol=4 * room, rtol=room)
+                torch.testing.assert_close(found[1].double().cpu(), truth[1], atol=1e-3, rtol=1e-5)
+
         def test_a_graph_has_a_counter_of_its_own(self):
             q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)
             expected = onchip.attention(q, q, q, mask=onchip.causal(), backend="hopper")

@@ -23,6 +23,7 @@ from onchip.backends.hopper.parts import (
     FLOOR,
     LN2,
     LOG2E,
+    SLACK,
     TWO,
     Cursor,
     Lse,
@@ -40,6 +41,7 @@ from onchip.backends.hopper.parts import (
     pack,
     quad_max,
     quad_sum,
+    rescaled,
     row_of,
     sides,
     turn_of,
@@ -54,20 +56,24 @@ from onchip.backends.hopper.work import Work, block_at, store_output
 
 @gluon.jit
 def maxima(s, row_max, unit):
-    """The running maximum with a block of scores [64, tile_n], in units of log2, and the factor of what came before."""
-    top = gl.convert_layout(gl.max(quad_max(s), 1), row_max.type.layout, assert_trivial=True)
-    new_max = gl.maximum(row_max, top * unit)
+    """What is taken from a row's scores, in units of log2, and the factor of what came before.
+
+    The maximum of an earlier block stays, and the factor is 1, until a later one is above it by more than SLACK:
+    weights are then at most 2^SLACK, and the output is rarely rescaled.
+    """
+    top = gl.convert_layout(gl.max(quad_max(s), 1), row_max.type.layout, assert_trivial=True) * unit
+    new_max = gl.where(top > row_max + SLACK, top, row_max)
     return new_max, exp2(row_max - new_max)
 
 
 @gluon.jit
-def weights(s, row_max, row_sum, unit, KIND: gl.constexpr, C: Variant):
+def weights(s, row_max, row_sum, unit, KIND: gl.constexpr):
     """Weights of scores, packed, and the running sums with them.
 
     row_sum stays split over the lanes of a quad, [64, 4], until the tile ends.
     """
     p = exp2(s * unit - gl.convert_layout(row_max, row_of(s.shape[1]))[:, None])
-    return pack(p, KIND), quad_sum(p, row_sum, C.chain)
+    return pack(p, KIND), quad_sum(p, row_sum)
 
 
 @gluon.jit
@@ -154,11 +160,6 @@ def release(at, C: Variant):
 
 
 @gluon.jit
-def scaled(o, alpha, C: Variant):
-    return o * gl.convert_layout(alpha, row_of(C.dim_v))[:, None]
-
-
-@gluon.jit
 def step(o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
          FIRST: gl.constexpr, W: gl.constexpr, FN: gl.constexpr, MOD: gl.constexpr, C: Variant):  # fmt: skip
     """Scores of this block and values of the last one on the tensor cores; the softmax beside the latter.
@@ -182,23 +183,29 @@ def step(o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, s
     s = warpgroup_mma_wait(1, deps=(s,))  # as below
     s, unit = seen(s, tile, key, masked, work, score, scale, W, FN, MOD, C)
     row_max, alpha = maxima(s, row_max, unit)
-    if C.ahead == "maxima":
-        row_max = computed(row_max)
     row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)[:, None]
     left, right = sides(s)
-    if C.ahead == "half":
-        left, row_sum = weights(left, row_max, row_sum, unit, KIND, C)
+    if C.ahead == "quarter":
+        first, second = sides(left)
+        first, row_sum = weights(first, row_max, row_sum, unit, KIND)
+        row_sum = computed(row_sum)
+    elif C.ahead == "half":
+        left, row_sum = weights(left, row_max, row_sum, unit, KIND)
         row_sum = computed(row_sum)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     arrive(values_free(C.stages) + at.slot, all_threads(C.warpgroups))
     # Once more, at the price of one instruction: what needs o then stands behind the arrival, which the assembler
     # otherwise moved to the end of the block.
     o = warpgroup_mma_wait(0, deps=(o,))
+    if C.ahead == "quarter":
+        second, row_sum = weights(second, row_max, row_sum, unit, KIND)
+    elif C.ahead == "":
+        left, row_sum = weights(left, row_max, row_sum, unit, KIND)
     if not FIRST:
-        o = scaled(o, alpha, C)
-    if C.ahead != "half":
-        left, row_sum = weights(left, row_max, row_sum, unit, KIND, C)
-    right, row_sum = weights(right, row_max, row_sum, unit, KIND, C)
+        o = rescaled(o, alpha)
+    right, row_sum = weights(right, row_max, row_sum, unit, KIND)
+    if C.ahead == "quarter":
+        left = gl.convert_layout(both(first, second), right.type.layout, assert_trivial=True)
     return o, both(left, right), row_max, row_sum, at.next()
 
 
@@ -216,8 +223,8 @@ def begin(held, turn, at, shared, tile, work, score, scale, W: gl.constexpr, FN:
     s, unit = seen(s, tile, key, needs_mask(tile, 0, True, C), work, score, scale, W, FN, MOD, C)
     row_max, _ = maxima(s, row_max, unit)
     left, right = sides(s)
-    left, row_sum = weights(left, row_max, no_sums(C.tile_n), unit, KIND, C)
-    right, row_sum = weights(right, row_max, row_sum, unit, KIND, C)
+    left, row_sum = weights(left, row_max, no_sums(C.tile_n), unit, KIND)
+    right, row_sum = weights(right, row_max, row_sum, unit, KIND)
     return both(left, right), row_max, row_sum, at.next()
 
 
@@ -255,10 +262,9 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
         row_lse = (row_max + gl.log2(total)) * LN2
     at = tile.b.to(gl.int64) * lse.batch + h.to(gl.int64) * lse.head + tile.q_start + q
     gl.store(lse.ptr + at, row_lse, mask=q < tile.q_len)
-    o = scaled(o, factor, C)
-    if (
-        C.masked or C.exact or C.modified
-    ):  # a row that sees no key, or none whose score is above -inf: 0, not 0 * inf
+    o *= gl.convert_layout(factor, row_of(C.dim_v))[:, None]
+    # A row that sees no key, or none whose score is above -inf: 0, not 0 * inf.
+    if C.masked or C.exact or C.modified:
         none = gl.convert_layout(total, row_of(C.dim_v)) == 0.0
         o = gl.where(none[:, None], 0.0, o)
     o = o.to(shared.k.dtype)

@@ -18,6 +18,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Where a row's maximum starts: below every score, and finite, so that a masked score minus it is -inf and never NaN.
 FLOOR = gl.constexpr(-3.0e38)
+# By how much, in units of log2, a row's scores may pass what is taken from them (as FlashAttention-4 does).
+SLACK = gl.constexpr(8.0)
 keys_free = gluon.constexpr_function(table.keys_free)
 values_free = gluon.constexpr_function(table.values_free)
 turn_of = gluon.constexpr_function(table.turn_of)
@@ -135,24 +137,17 @@ def no_sums(columns: gl.constexpr):
 
 
 @gluon.jit
-def quad_sum(s, start, CHAIN: gl.constexpr):
+def quad_sum(s, start):
     """`start` [64, 4], and this thread's columns of s with it: one column for each lane of a quad.
 
-    In one chain, the exponentials that it waits for are issued one by one, and between them what can be. Else pairs
-    first, then two chains.
+    In one chain: the exponentials that it waits for are issued one by one, and between them what can be.
     """
-    if CHAIN:
-        columns: gl.constexpr = s.shape[1] // 4
-        part = s.reshape([64, columns // 2, 4, 2]).permute((0, 2, 1, 3)).reshape([64, 4, columns])
-        number = gl.arange(0, columns, gl.SliceLayout(0, gl.SliceLayout(1, part.type.layout)))
-        first = gl.convert_layout(start, gl.SliceLayout(2, part.type.layout), assert_trivial=True)
-        part = gl.where(number[None, None, :] == 0, part + first[:, :, None], part)
-        found = gl.convert_layout(gl.sum(part, 2), start.type.layout, assert_trivial=True)
-    else:
-        part = gl.sum(s.reshape([64, 2, s.shape[1] // 16, 4, 2]), 4)
-        part = gl.sum(gl.sum(part, 2), 1)
-        found = start + gl.convert_layout(part, start.type.layout, assert_trivial=True)
-    return found
+    columns: gl.constexpr = s.shape[1] // 4
+    part = s.reshape([64, columns // 2, 4, 2]).permute((0, 2, 1, 3)).reshape([64, 4, columns])
+    number = gl.arange(0, columns, gl.SliceLayout(0, gl.SliceLayout(1, part.type.layout)))
+    first = gl.convert_layout(start, gl.SliceLayout(2, part.type.layout), assert_trivial=True)
+    part = gl.where(number[None, None, :] == 0, part + first[:, :, None], part)
+    return gl.convert_layout(gl.sum(part, 2), start.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -227,3 +222,30 @@ def computed(x):
     not know that the arrival never happens, and keeps such instructions in order.
     """
     return gl.inline_asm_elementwise(COMPUTED, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.constexpr_function
+def _rescale_asm(count):
+    """A warp branches: a predicate on each product would take as many issue slots as the products."""
+    lines = ["{.reg .pred moved, any;"]
+    lines += [f"mov.b32 ${i}, ${count + i};" for i in range(count)]
+    lines += [f"setp.neu.f32 moved, ${2 * count}, 0f3F800000;"]
+    lines += [f"setp.neu.or.f32 moved, ${2 * count + 2}, 0f3F800000, moved;"]  # a thread's other row
+    lines += ["vote.sync.any.pred any, moved, -1; @!any bra.uni SAME;"]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return " ".join([*lines, "SAME: }"])
+
+
+@gluon.constexpr_function
+def _rescale_operands(count):
+    return ",".join(["=f"] * count + ["f"] * (2 * count))
+
+
+@gluon.jit
+def rescaled(o, factor):
+    """Rows of an accumulator times their factors, which a warp skips where they are 1 for all of its 16 rows."""
+    COUNT: gl.constexpr = o.shape[1] // 2  # numbers of a thread
+    o, factor = gl.broadcast(o, gl.convert_layout(factor, row_of(o.shape[1]))[:, None])
+    return gl.inline_asm_elementwise(
+        _rescale_asm(COUNT), _rescale_operands(COUNT), [o, factor], dtype=gl.float32, is_pure=True, pack=COUNT
+    )

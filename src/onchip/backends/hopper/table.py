@@ -8,7 +8,8 @@ from onchip.problem import Problem
 class Config(NamedTuple):
     """`warpgroups` of 64 queries each share blocks of `tile_n` keys, of which `stages` are in flight.
 
-    `ahead`: what of the softmax stands before the wait for the values, "maxima" or "half" of it, or "" for no matter.
+    `ahead`: what of the softmax is held before the wait for the values, a "quarter" or "half" of it, or "" for no
+    matter.
     """
 
     warpgroups: int
@@ -16,7 +17,6 @@ class Config(NamedTuple):
     stages: int
     held: int = 0  # columns of the queries that stay in registers: all, half of them, or none
     ahead: str = ""
-    chain: bool = True  # a row's weights are added one by one, else by pairs (`parts.quad_sum`)
 
     @property
     def tile_m(self) -> int:
@@ -44,21 +44,19 @@ class Config(NamedTuple):
 # 14 candidates over full and causal.
 TABLE: dict[tuple[int, str], Config] = {
     # Softmax takes as long as the products at dim 64: three warpgroups cover for one another. They have 160 registers
-    # of a thread, too few for half of the new weights beside all of the last ones.
+    # of a thread, too few to hold anything where the assembler would not put it.
     (64, "long"): Config(3, 128, 4),
     # 192 queries would leave more of a short sequence's last tile, and of a causal diagonal, unused.
     (64, "short"): Config(2, 128, 4, held=64, ahead="half"),
     # With 160 registers of a thread, a modified score spills.
     (64, "modified"): Config(2, 128, 4, held=64),
-    # The values take as long as half of the softmax. Held queries changed nothing (1 %), and would not make room for a
-    # third stage.
-    (128, "long"): Config(2, 128, 2, ahead="half"),
+    # Held queries changed nothing (1 %), and would not make room for a third stage.
+    (128, "long"): Config(2, 128, 2, ahead="quarter"),
     (128, "modified"): Config(2, 128, 2),
-    # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up. A chain is
-    # slower by 1 to 5 %, but for causal with `ahead` left open (log, entry 27).
-    (256, "long"): Config(2, 64, 2, held=128, ahead="maxima", chain=False),
+    # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up.
+    (256, "long"): Config(2, 64, 2, held=128, ahead="quarter"),
     # 64 keys would spill in the loop.
-    (256, "modified"): Config(2, 32, 4, held=128, chain=False),
+    (256, "modified"): Config(2, 32, 4, held=128),
 }
 
 

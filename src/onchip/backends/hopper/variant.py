@@ -19,8 +19,7 @@ class Variant(NamedTuple):
     tile_n: int
     stages: int
     held: int  # columns of the queries in registers
-    ahead: str  # what of the softmax stands before the wait for the values
-    chain: bool  # how a row's weights are added
+    ahead: str  # how much of the softmax stands before the wait for the values
     dim: int  # of a tile, padded to 64, 128 or 256
     dim_v: int
     group: int  # query heads of a key head
@@ -59,7 +58,6 @@ def variant(
         stages=chosen.stages,
         held=held,
         ahead=chosen.ahead,
-        chain=chosen.chain,
         dim=dim,
         dim_v=dim_v,
         group=problem.group,
