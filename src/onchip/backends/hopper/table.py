@@ -47,7 +47,7 @@ TABLE: dict[tuple[int, str], Config] = {
     # of a thread, too few to hold anything where the assembler would not put it.
     (64, "long"): Config(3, 128, 4),
     # 192 queries would leave more of a short sequence's last tile, and of a causal diagonal, unused.
-    (64, "short"): Config(2, 128, 4, held=64, ahead="half"),
+    (64, "short"): Config(2, 128, 4, held=64, ahead="quarter"),
     # With 160 registers of a thread, a modified score spills.
     (64, "modified"): Config(2, 128, 4, held=64),
     # Held queries changed nothing (1 %), and would not make room for a third stage.
