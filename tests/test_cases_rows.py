@@ -209,9 +209,11 @@ def test_c21_block_map_against_a_shorter_sequence(backend):
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     out, lse = oracle.attention(*exact, visible=oracle.band(500, 500, None, 0))
     truth = torch.autograd.grad((out * lse.transpose(1, 2)[..., None].exp()).sum(), exact)
+    # In half precision exp(lse), the upstream gradient, is rounded too: what cancels in dS is not quite alike.
+    room = max(1e-4, 4 * torch.finfo(q.dtype).eps)
     for found, expected in zip(grads, truth, strict=True):
         torch.testing.assert_close(
-            found.double(), expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item()
+            found.double(), expected, rtol=1e-3, atol=room * expected.abs().max().item()
         )
 
 

@@ -49,15 +49,14 @@ def check(case: dict, measured: bool) -> None:
             check_order(order, case["ahead"], case["exponentials"])
 
 
-def check_order(order: list[str], ahead: str, exponentials: int) -> None:
+def check_order(order: list[str], ahead: bool, exponentials: int) -> None:
     """Slots are released where their products are done, and the softmax stands beside the products of the values."""
     waits = [n for n, word in enumerate(order) if word == "wait"]
     assert "arrive" in order[waits[0] : waits[1]] and "arrive" in order[waits[-2] : waits[-1]], order
     if ahead:
         _, _, values, values_again = waits
         assert "never" in order[:values] and "maxima" not in order[values:], order
-        held = exponentials // (2 if ahead == "half" else 4)
-        assert order[:values].count("exp") >= held, order
+        assert order[:values].count("exp") >= exponentials // 4, order
         assert order[values_again:].count("exp") >= exponentials // 8, order
     # A warp votes once whether its output is rescaled; more often, and it is taken apart.
     assert order.count("vote") == 1, order

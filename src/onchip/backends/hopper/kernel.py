@@ -185,26 +185,23 @@ def step(o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, s
     row_max, alpha = maxima(s, row_max, unit)
     row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)[:, None]
     left, right = sides(s)
-    if C.ahead == "quarter":
+    if C.ahead:
         first, second = sides(left)
         first, row_sum = weights(first, row_max, row_sum, unit, KIND)
-        row_sum = computed(row_sum)
-    elif C.ahead == "half":
-        left, row_sum = weights(left, row_max, row_sum, unit, KIND)
         row_sum = computed(row_sum)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     arrive(values_free(C.stages) + at.slot, all_threads(C.warpgroups))
     # Once more, at the price of one instruction: what needs o then stands behind the arrival, which the assembler
     # otherwise moved to the end of the block.
     o = warpgroup_mma_wait(0, deps=(o,))
-    if C.ahead == "quarter":
+    if C.ahead:
         second, row_sum = weights(second, row_max, row_sum, unit, KIND)
-    elif C.ahead == "":
+    else:
         left, row_sum = weights(left, row_max, row_sum, unit, KIND)
     if not FIRST:
         o = rescaled(o, alpha)
     right, row_sum = weights(right, row_max, row_sum, unit, KIND)
-    if C.ahead == "quarter":
+    if C.ahead:
         left = gl.convert_layout(both(first, second), right.type.layout, assert_trivial=True)
     return o, both(left, right), row_max, row_sum, at.next()
 

@@ -8,15 +8,14 @@ from onchip.problem import Problem
 class Config(NamedTuple):
     """`warpgroups` of 64 queries each share blocks of `tile_n` keys, of which `stages` are in flight.
 
-    `ahead`: what of the softmax is held before the wait for the values, a "quarter" or "half" of it, or "" for no
-    matter.
+    `ahead`: a quarter of the softmax is held before the wait for the values.
     """
 
     warpgroups: int
     tile_n: int
     stages: int
     held: int = 0  # columns of the queries that stay in registers: all, half of them, or none
-    ahead: str = ""
+    ahead: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -47,14 +46,14 @@ TABLE: dict[tuple[int, str], Config] = {
     # of a thread, too few to hold anything where the assembler would not put it.
     (64, "long"): Config(3, 128, 4),
     # 192 queries would leave more of a short sequence's last tile, and of a causal diagonal, unused.
-    (64, "short"): Config(2, 128, 4, held=64, ahead="quarter"),
+    (64, "short"): Config(2, 128, 4, held=64, ahead=True),
     # With 160 registers of a thread, a modified score spills.
     (64, "modified"): Config(2, 128, 4, held=64),
     # Held queries changed nothing (1 %), and would not make room for a third stage.
-    (128, "long"): Config(2, 128, 2, ahead="quarter"),
+    (128, "long"): Config(2, 128, 2, ahead=True),
     (128, "modified"): Config(2, 128, 2),
     # 64 keys a block and half of the queries in registers: 2 to 4 %, as shared memory alone cannot keep up.
-    (256, "long"): Config(2, 64, 2, held=128, ahead="quarter"),
+    (256, "long"): Config(2, 64, 2, held=128, ahead=True),
     # 64 keys would spill in the loop.
     (256, "modified"): Config(2, 32, 4, held=128),
 }

@@ -19,7 +19,7 @@ class Variant(NamedTuple):
     tile_n: int
     stages: int
     held: int  # columns of the queries in registers
-    ahead: str  # how much of the softmax stands before the wait for the values
+    ahead: bool  # a quarter of the softmax stands before the wait for the values
     dim: int  # of a tile, padded to 64, 128 or 256
     dim_v: int
     group: int  # query heads of a key head
