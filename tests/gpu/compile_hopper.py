@@ -22,7 +22,7 @@ from triton.runtime import driver
 import onchip
 from onchip import problem as problems
 from onchip.backends.hopper import launch, refuse_shape
-from onchip.backends.hopper.table import NEVER, config, kind
+from onchip.backends.hopper.table import NEVER, config, kind, padded
 from onchip.layout import Varlen
 from onchip.problem import Operands
 
@@ -107,6 +107,8 @@ def report(case: str) -> dict:
         "exponentials": config(problem).tile_n
         // 2,  # of a thread, 64 rows in 128 threads; besides two factors
         "order": [order(loop) for loop in products],
+        "rescaled": [rescaled(loop) for loop in products],
+        "outputs": padded(dim) // 2,  # of a thread, of two rows
         "named_barriers": sorted(
             {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)\s+(\d+)", ptx)}
         ),
@@ -127,6 +129,19 @@ def order(loop: str) -> list[str]:
     }
     apart = loop.replace(f"BAR.ARV {NEVER:#x}, 0xa0", "never")
     return [names.get(word, word) for word in re.findall("|".join(map(re.escape, [*names, "never"])), apart)]
+
+
+def rescaled(loop: str) -> tuple[dict[str, int], list[str]]:
+    """Products behind a warp's vote by the register of their factor; and the registers that the vote is about."""
+    before, after = re.split(r"VOTE\S*", loop, maxsplit=1)
+    asked = re.findall(r"FSETP\.NEU\S* P\d, PT, (R\d+)\S*, 1, ", before)
+    counts: dict[str, int] = {}
+    behind = re.split(r"\n\.L_x_\d+:", after.split("BRA", 1)[1], maxsplit=1)[0]
+    for product, *terms in re.findall(r"FMUL (R\d+), (R\d+)\S*, (R\d+)", behind):
+        if product in terms:
+            (factor,) = [x for x in terms if x != product]
+            counts[factor] = counts.get(factor, 0) + 1
+    return counts, asked
 
 
 def main(share: int, shares: int) -> None:

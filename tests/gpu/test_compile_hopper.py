@@ -44,6 +44,9 @@ def check(case: dict, measured: bool) -> None:
     # One loop over key blocks for each computing warpgroup.
     assert case["loops"] == int(case["config"].split("warpgroups=")[1][0]), case
     assert max({*case["named_barriers"]} - {NEVER}) < 5, f"Triton's barriers reach into the kernel's: {case}"
+    for counts, asked in case["rescaled"]:
+        # Half of a thread's outputs are of either row, each with a factor of its own, and both are asked about.
+        assert set(counts) == set(asked) and [*counts.values()] == [case["outputs"] // 2] * 2, case
     if measured:
         for order in case["order"]:
             check_order(order, case["ahead"], case["exponentials"])
