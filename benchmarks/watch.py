@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import onchip
 from onchip import devices
 from onchip.autograd import Call
 from onchip.observe import observing
-from onchip.watching import EVERY, Watch
+from onchip.watching import EVERY, Watch, _Metrics
 
 # batch, seqlen_q, seqlen_k, heads, heads_k, dim
 SHAPES = {
@@ -79,7 +80,7 @@ def parts(qkv: list[torch.Tensor], repeats: int) -> dict[str, float]:
     def call() -> torch.Tensor:
         return onchip.attention(*qkv, mask=onchip.causal())  # type: ignore[return-value]
 
-    grab, seen = Grab(), Watch(every=10**9)
+    grab, seen = Grab(), Watch(every=10**9, _metrics=_Metrics.made())
     with observing(grab):
         call()
     seen.called(*grab.args)  # the first call is checked, and meets the problem
@@ -136,10 +137,13 @@ def main() -> None:
         )
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else devices.cpu_name()
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    if _Metrics.made() is not None:  # which then counts, too
+        versions["prometheus-client"] = version("prometheus-client")
     about = {
         "date": date.today().isoformat(),
         "device": f"{name}, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions,
         "commit": git.stdout.strip(),
         "regime": f"medians of {args.repeats}; both: {args.rounds} rounds of {EVERY} calls each way, in turn",
         "every": EVERY,

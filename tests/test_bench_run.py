@@ -1,6 +1,10 @@
 """`onchip.bench.run` on sequences whose keys are not as many as their queries, and what it tells while it prepares."""
 
-from onchip.bench import peers, run
+import io
+
+from rich.console import Console
+
+from onchip.bench import command, peers, run
 from onchip.bench.cases import Case
 from onchip.bench.timing import Regime
 
@@ -26,3 +30,13 @@ def test_what_happens_before_the_first_measurement_is_told():
     run.run([Case(**SMALL)], ["onchip", "sdpa-math"], "cpu", FAST, lambda *what: told.append(what))
     checks = [what[1:] for what in told if "checks" in what[0]]
     assert checks == [(0, 2), (1, 2), (2, 2)] and told[-1][1:] == (2, 2)
+
+
+def test_a_terminal_gets_a_bar_and_a_file_does_not():
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+        with command.progress(console) as tick:
+            tick("causal", 1, 4)
+            tick("causal", 3, 4)
+        shown = console.file.getvalue()
+        assert ("causal" in shown and "3/4" in shown) == terminal, shown

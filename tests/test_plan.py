@@ -284,6 +284,13 @@ def test_what_it_prints_of_traffic_and_memory():
         assert f"{part.read_bytes / 2**20:.1f} MiB read, {part.write_bytes / 2**20:.1f} MiB written" in text
         assert f"{part.flops / 1e9:.3f}" in text
     assert f"standard attention {plan.dense_memory / 2**20:.1f} MiB" in text
+    for name in ("flash1", "flash2", "minimum"):
+        for part in plan.passes(name).values():
+            assert (
+                f" {part.bytes / 2**20:.1f} MiB" in text.split("others")[1 if part.step == "forward" else 2]
+            )
+    numbers = plan.pairs * 64 * 64 / (192 * 1024 / 4)
+    assert plan.lower_bound == numbers and f"bound      forward: {4 * numbers / 2**20:.1f} MiB" in text
     assert "floor" not in text  # it would have to measure this CPU
     report = plan.report()
     assert report.startswith(text) and len(report.splitlines()) == len(text.splitlines()) + 2
@@ -342,6 +349,7 @@ def test_json():
     plan = onchip.plan(*((1, 100, 2, 8),) * 3, mask=onchip.causal(), device="H100", backend="reference")
     found = json.loads(json.dumps(plan.to_json()))
     assert found["device"] == "H100" and found["problem"]["dtype"] == "float32"
+    assert found["lower_bound"] == plan.lower_bound and not [n for n in found["problem"] if n.startswith("_")]
     assert found["traffic"]["onchip"]["forward"] == plan.passes()["forward"].to_json()
     assert found["floor"]["backward"] == {
         "seconds": plan.floor("backward").seconds,

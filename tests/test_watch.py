@@ -1,13 +1,14 @@
 """`watch` and `record`: what they see of a running model, that they find faults, and that they leave no trace."""
 
+import importlib.util
 import logging
 import re
 import sys
 import threading
-import types
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onchip
@@ -244,37 +245,29 @@ def test_between_two_checks_a_call_is_a_few_steps():
     assert counts[0] == counts[1] <= 12
 
 
-def test_prometheus_counts_the_same(monkeypatch):
-    """With a stand-in for the client, which keeps what it is told."""
-    told = {}
+def test_prometheus_counts_the_same():
+    def value(name, labels):
+        return REGISTRY.get_sample_value(name, labels) or 0.0
 
-    class Metric:
-        def __init__(self, name, help, labels=()):
-            self.name = name
-
-        def labels(self, backend):
-            return Metric(f"{self.name}.{backend}", "")
-
-        def inc(self, amount=1):
-            told[self.name] = told.get(self.name, 0) + amount
-
-        def set(self, value):
-            told[self.name] = value
-
-    client = types.ModuleType("prometheus_client")
-    client.Counter = client.Gauge = Metric
-    client.__spec__ = types.SimpleNamespace(name="prometheus_client")
-    monkeypatch.setitem(sys.modules, "prometheus_client", client)
-    monkeypatch.setattr(watching._Metrics, "_made", None)
+    names = [(f"onchip_{name}_total", {"backend": ON_CPU}) for name in ("calls", "tokens", "seconds")]
+    names += [("onchip_refusals_total", {"backend": "triton"}), ("onchip_nonfinite_calls_total", {})]
     q, k, v = qkv(1, 8, 8, 1)
     v[0, 0, 0, 0] = float("inf")
     with watch(every=1) as seen:
+        before = [value(*name) for name in names]
         onchip.attention(q, k, v)
         onchip.attention(q, k, v)
-    assert told[f"onchip_calls.{ON_CPU}"] == 2 and told[f"onchip_tokens.{ON_CPU}"] == 16
-    assert told[f"onchip_seconds.{ON_CPU}"] == pytest.approx(seen.seconds)
-    assert told["onchip_refusals.triton"] == 1 and told["onchip_nonfinite_calls"] == 2
-    assert "onchip_worst_roundings" in told
+    calls, tokens, seconds, refused, bad = [value(*name) - x for name, x in zip(names, before, strict=True)]
+    assert (calls, tokens, refused, bad) == (2, 16, 1, 2) and seconds == pytest.approx(seen.seconds)
+    assert REGISTRY.get_sample_value("onchip_worst_roundings") is not None
+
+
+def test_without_prometheus(monkeypatch):
+    monkeypatch.setattr(watching._Metrics, "_made", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with watch(every=1) as seen:
+        onchip.attention(*qkv(1, 8, 8, 1))
+    assert seen.calls == 1 and seen._metrics is None
 
 
 def test_calls_of_other_threads_and_transforms():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,13 @@ class Plan:
         """Peak bytes that standard attention takes beyond inputs and results, in the pass that takes more."""
         return max(part.extra_memory for part in self.passes("standard").values())
 
+    @property
+    def lower_bound(self) -> float:
+        """Numbers that the forward pass of no exact algorithm undercuts, up to a constant: `traffic.lower_bound`."""
+        from onchip import traffic
+
+        return traffic.lower_bound(self.problem, self.pairs)
+
     def picture(self, rows: int = PICTURE[0], columns: int = PICTURE[1]) -> list[str]:
         """The mask of the first sequence and head, a letter for each block: · empty, ▒ partial, █ full."""
         from onchip import amounts, steps
@@ -141,8 +148,19 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; without a floor where the device is not known."""
         passes = {name: {s: t.to_json() for s, t in p.items()} for name, p in self.traffic.items()}
-        facts = {**vars(self.problem), "dtype": dtype_name(self.problem.dtype)}
-        counts = ("empty", "partial", "full", "pairs", "flops", "extra_memory", "held", "copies")
+        facts = {f.name: getattr(self.problem, f.name) for f in fields(self.problem)}
+        facts["dtype"] = dtype_name(self.problem.dtype)
+        counts = (
+            "empty",
+            "partial",
+            "full",
+            "pairs",
+            "flops",
+            "extra_memory",
+            "held",
+            "copies",
+            "lower_bound",
+        )
         try:
             device, floors = self.device.name, {step: self.floor(step) for step in self.passes("minimum")}
         except ValueError:  # no known device

@@ -46,6 +46,7 @@ def lines(plan: Plan) -> list[str]:
         *(f"           {row}" for row in plan.picture()),
         work,
         *(_moved(step, part, standard[step]) for step, part in own.items()),
+        *_others(plan),
         *(
             [f"           and {size(plan.held)} of vectors and tables that the mask and the score hold"]
             if plan.held
@@ -105,6 +106,22 @@ def _moved(step: str, own: Traffic, standard: Traffic) -> str:
         f"traffic    {step}: {moved}, {own.intensity:.1f} FLOP/byte ({size(own.least)} past a cache); "
         f"standard attention {size(standard.bytes)}, {ratio:.1f} times as much"
     )
+
+
+def _others(plan: Plan) -> list[str]:
+    """The traffic of other orders on the same problem, and what none can be below."""
+    from onchip.orders import SRAM
+
+    names = {"flash1": "FlashAttention", "flash2": "FlashAttention-2", "minimum": "each tensor once"}
+    moved = {
+        step: ", ".join(f"{title} {size(plan.passes(name)[step].bytes)}" for name, title in names.items())
+        for step in plan.passes()
+    }
+    bound = size(plan.lower_bound * plan.problem.dtype.itemsize)
+    return [
+        *(f"others     {step}: {text}" for step, text in moved.items()),
+        f"bound      forward: {bound}, N^2 d^2 / M for {SRAM >> 10} KiB of SRAM; no exact algorithm is below its order",
+    ]
 
 
 def _kind(backend: str) -> str:

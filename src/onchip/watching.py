@@ -141,6 +141,7 @@ class _Metrics:
         self.seconds = client.Counter("onchip_seconds", "host seconds in calls", ["backend"])
         self.refusals = client.Counter("onchip_refusals", "problems that a backend refused", ["backend"])
         self.bad = client.Counter("onchip_nonfinite_calls", "checked calls with NaN or inf")
+        self.of_backend: dict[str, list[Any]] = {}
         self.worst = client.Gauge("onchip_worst_roundings", "greatest error of a checked row, in roundings")
 
     @classmethod
@@ -153,9 +154,14 @@ class _Metrics:
         return cls._made
 
     def count(self, backend: str, tokens: int, seconds: float) -> None:
-        self.calls.labels(backend).inc()
-        self.tokens.labels(backend).inc(tokens)
-        self.seconds.labels(backend).inc(seconds)
+        found = self.of_backend.get(backend)
+        if found is None:  # to look them up by label takes longer than to count
+            parts = (self.calls, self.tokens, self.seconds)
+            found = self.of_backend[backend] = [part.labels(backend) for part in parts]
+        calls, rows, time = found
+        calls.inc()
+        rows.inc(tokens)
+        time.inc(seconds)
 
     def refused(self, backend: str) -> None:
         self.refusals.labels(backend).inc()

@@ -1,6 +1,7 @@
 """The contract on the Hopper backend, where there is such a GPU."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -20,6 +21,21 @@ REFUSALS = {
     "dropout": Case(dropout=0.3, dtype="float16"),
     "an additive bias": Case(score="everything", dtype="float16"),
 }
+
+
+def rising(seqlen_q, dim, dtype, device):
+    """q, k, v whose scores change from each 128 keys to the next by a step of the row's own, in natural units."""
+    rows = torch.arange(seqlen_q)
+    steps = torch.tensor([0.0, 1.0, 3.0, -2.0, 5.0, 8.0, -9.0, 40.0])
+    of_a_warp, of_a_row = steps[rows // 16 % 8], steps[(rows + rows // 8) % 8]
+    slopes = torch.where(rows // 128 % 2 == 0, of_a_warp, of_a_row) * torch.where(
+        rows // 256 % 2 == 0, 1.0, -1.0
+    )
+    q, k, v = (torch.randn(2, n, 2, dim) for n in (seqlen_q, 1024, 1024))
+    q *= 0.25
+    q[..., 0], k[..., 0] = slopes[:, None], (torch.arange(1024) // 128)[:, None].float()
+    return [x.to(device, dtype) for x in (q, k, v)]
+
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     from onchip.backends.hopper import launch
@@ -100,25 +116,35 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
 
             Blocks are visited from the last to the first: slopes of either sign rise or fall on the way.
             """
-            rows = torch.arange(256)
-            steps = torch.tensor([0.0, 1.0, 3.0, -2.0, 5.0, 8.0, -9.0, 40.0])  # a block, in natural units
-            slopes = torch.where(
-                rows < 128, steps[rows // 16], steps[rows % 8]
-            )  # warp by warp, then row by row
-            slopes = torch.cat([slopes, -slopes])
-            q, k, v = (torch.randn(2, n, 2, dim) for n in (512, 1024, 1024))
-            q[..., 0], k[..., 0] = slopes[:, None], (torch.arange(1024) // 128)[:, None].float()
-            q[..., 1:] *= 0.25
-            q, k, v = (x.to("cuda", getattr(torch, dtype)) for x in (q, k, v))
-            room = 4 * torch.finfo(q.dtype).eps
-            for mask in (onchip.Mask(), onchip.causal(), onchip.window(700, 300)):
-                options = {"mask": mask, "scale": 1.0, "return_lse": True}
+            mod = onchip.Score(mod=onchip.mod(lambda s, b, h, i, j: s + 0 * (i - j)))
+            for seqlen_q, mask, score in (
+                (512, onchip.Mask(), onchip.Score()),
+                (512, onchip.causal(), onchip.Score()),
+                (512, onchip.window(700, 300), onchip.Score()),
+                (1100, onchip.Mask(), onchip.Score()),
+                (512, onchip.Mask(), mod),
+            ):
+                q, k, v = rising(seqlen_q, dim, getattr(torch, dtype), "cuda")
+                options = {"mask": mask, "score": score, "scale": 1.0, "return_lse": True}
                 found = onchip.attention(q, k, v, backend="hopper", **options)
-                truth = onchip.attention(
-                    *(x.double().cpu() for x in (q, k, v)), backend="reference", **options
-                )
+                inputs = (x.double().cpu() for x in (q, k, v))
+                truth = onchip.attention(*inputs, backend="reference", **options)
+                room = 4 * torch.finfo(q.dtype).eps
                 torch.testing.assert_close(found[0].double().cpu(), truth[0], atol=4 * room, rtol=room)
                 torch.testing.assert_close(found[1].double().cpu(), truth[1], atol=1e-3, rtol=1e-5)
+
+        @pytest.mark.parametrize("apart", [8, 16])
+        def test_scores_so_large_that_little_adds_nothing(self, apart):
+            """In units of log2 they are 2^26 or 2^27 and more, where float32 is `apart`, which is each block's step. A
+            weight of 2^16 is infinite in float16.
+            """
+            blocks = torch.arange(1024, device="cuda") // 128
+            q, k, v = (torch.zeros(1, n, 1, 64, device="cuda", dtype=torch.float16) for n in (64, 1024, 1024))
+            q[..., 0], q[..., 1] = 1024.0 * apart, 4.0
+            k[..., 0], k[..., 1] = 8192.0, (apart / 4 * (7 - blocks))[:, None]
+            v[..., 0] = (blocks == 0).half()[:, None]  # where the scores are greatest
+            out = onchip.attention(q, k, v, scale=math.log(2), backend="hopper")
+            torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), atol=5e-3, rtol=0)
 
         def test_a_graph_has_a_counter_of_its_own(self):
             q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)

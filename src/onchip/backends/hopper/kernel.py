@@ -59,7 +59,7 @@ def maxima(s, row_max, unit):
     """What is taken from a row's scores, in units of log2, and the factor of what came before.
 
     The maximum of an earlier block stays, and the factor is 1, until a later one is above it by more than SLACK:
-    weights are then at most 2^SLACK, and the output is rarely rescaled.
+    weights are then at most 2^8, and the output is rarely rescaled.
     """
     top = gl.convert_layout(gl.max(quad_max(s), 1), row_max.type.layout, assert_trivial=True) * unit
     new_max = gl.where(top > row_max + SLACK, top, row_max)

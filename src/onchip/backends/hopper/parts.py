@@ -18,8 +18,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Where a row's maximum starts: below every score, and finite, so that a masked score minus it is -inf and never NaN.
 FLOOR = gl.constexpr(-3.0e38)
-# By how much, in units of log2, a row's scores may pass what is taken from them (as FlashAttention-4 does).
-SLACK = gl.constexpr(8.0)
+# By how much, in units of log2, a row's scores may pass what is taken from them, as FlashAttention-4 lets them by 8. A
+# sum with 7 rounds to at most 8 more wherever float32 is so coarse, where one with 8 may be 16: too much for float16.
+SLACK = gl.constexpr(7.0)
 keys_free = gluon.constexpr_function(table.keys_free)
 values_free = gluon.constexpr_function(table.values_free)
 turn_of = gluon.constexpr_function(table.turn_of)
@@ -226,7 +227,10 @@ def computed(x):
 
 @gluon.constexpr_function
 def _rescale_asm(count):
-    """A warp branches: a predicate on each product would take as many issue slots as the products."""
+    """A warp branches: a predicate on each product would take as many issue slots as the products.
+
+    Outputs are written before all inputs are read: PTX gives either registers of their own.
+    """
     lines = ["{.reg .pred moved, any;"]
     lines += [f"mov.b32 ${i}, ${count + i};" for i in range(count)]
     lines += [f"setp.neu.f32 moved, ${2 * count}, 0f3F800000;"]
