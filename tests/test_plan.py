@@ -297,6 +297,14 @@ def test_what_it_prints_of_traffic_and_memory():
     assert "on cpu, compute-bound" in report
 
 
+def test_what_a_score_holds_is_said_beside_the_traffic():
+    score = onchip.Score(alibi=torch.rand(8))
+    plan = onchip.plan(*((1, 256, 8, 64),) * 3, score=score, backend="cpu")
+    rows = str(plan).splitlines()
+    (at,) = [n for n, row in enumerate(rows) if "of vectors and tables" in row]
+    assert plan.held and rows[at - 1].startswith("traffic    backward")
+
+
 @pytest.mark.parametrize("name", ["cpu", "this CPU", "This-CPU"])
 def test_this_cpu_by_its_names(name):
     shape = (1, 64, 2, 16)

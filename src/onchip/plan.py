@@ -150,17 +150,7 @@ class Plan:
         passes = {name: {s: t.to_json() for s, t in p.items()} for name, p in self.traffic.items()}
         facts = {f.name: getattr(self.problem, f.name) for f in fields(self.problem)}
         facts["dtype"] = dtype_name(self.problem.dtype)
-        counts = (
-            "empty",
-            "partial",
-            "full",
-            "pairs",
-            "flops",
-            "extra_memory",
-            "held",
-            "copies",
-            "lower_bound",
-        )
+        counts = ("empty", "partial", "full", "pairs", "flops", "extra_memory", "held", "copies")
         try:
             device, floors = self.device.name, {step: self.floor(step) for step in self.passes("minimum")}
         except ValueError:  # no known device
@@ -173,6 +163,7 @@ class Plan:
             "tiles": [self.tiles.tile_m, self.tiles.tile_n],
             **{name: getattr(self, name) for name in counts},
             "dense_memory": self.dense_memory,
+            "lower_bound": self.lower_bound,
             "cast_from": None if self.cast_from is None else dtype_name(self.cast_from),
             "cache": self._cache_json(),
             "device": device,

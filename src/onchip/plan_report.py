@@ -46,12 +46,12 @@ def lines(plan: Plan) -> list[str]:
         *(f"           {row}" for row in plan.picture()),
         work,
         *(_moved(step, part, standard[step]) for step, part in own.items()),
-        *_others(plan),
         *(
             [f"           and {size(plan.held)} of vectors and tables that the mask and the score hold"]
             if plan.held
             else []
         ),
+        *_others(plan),
         *(
             f"memory     {step}: {size(part.extra_memory)} beyond inputs and results; "
             f"standard attention {size(standard[step].extra_memory)}"
