@@ -1,10 +1,11 @@
-"""What `onchip.watch()` costs on this machine's CPU or GPU, as a share of the calls that it looks on at.
+"""What `onchip.watch()` costs on this machine's CPU or GPU, as a share of training steps and of bare calls.
 
     python benchmarks/watch.py --out benchmarks/results/cpu-watch.json
 
-For each shape the times of a call, of the look at it, which comes with each, and of a check, which comes with one of
-EVERY; "share" is (look + check / EVERY) / call. "both" times EVERY calls with and without `watch` in turn, and says by
-how much the watched ones are longer: the same share with the noise of the whole, where that takes under half a minute.
+For each case the time of a run (a training step of a small transformer, or a call), of the look that comes with each
+call in it, and of a check, which comes with one of EVERY; "share" is calls x (look + check / EVERY) / run. "both" times
+EVERY calls with and without `watch` in turn, and says by how much the watched ones are longer: the same share with the
+noise of the whole, where that takes under LONGEST seconds.
 """
 
 import argparse
@@ -20,29 +21,77 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import onchip
-from onchip import devices
+from onchip import devices, observe
 from onchip.autograd import Call
-from onchip.observe import observing
-from onchip.watching import EVERY, Watch, _Metrics
+from onchip.watching import EVERY, Exporter, Watch
 
-# batch, seqlen_q, seqlen_k, heads, heads_k, dim
-SHAPES = {
-    "training, N = 256": (1, 256, 256, 8, 8, 64),
-    "training, N = 1024": (2, 1024, 1024, 8, 8, 64),
-    "training, N = 4096": (1, 4096, 4096, 16, 4, 64),
-    "decoding, 4096 keys": (8, 1, 4096, 32, 8, 128),
-    "tiny, N = 16": (1, 16, 16, 1, 1, 16),
-}
-LONGEST = 30.0  # seconds of EVERY calls
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+# batch, seqlen, heads, dim, layers
+MODELS = {
+    "training, 2 layers of 32, N = 32": (4, 32, 2, 16, 2),
+    "training, 6 layers of 384, N = 256": (8, 256, 6, 64, 6),
+    "training, 12 layers of 768, N = 1024": (1, 1024, 12, 64, 12),
+}
+# batch, seqlen_q, seqlen_k, heads, heads_k, dim
+CALLS = {
+    "call, N = 256": (1, 256, 256, 8, 8, 64),
+    "call, N = 1024": (2, 1024, 1024, 8, 8, 64),
+    "call, N = 4096": (1, 4096, 4096, 16, 4, 64),
+    "call, decoding, 4096 keys": (8, 1, 4096, 32, 8, 128),
+    "call, N = 16": (1, 16, 16, 1, 1, 16),
+}
+LONGEST = 20.0  # seconds of EVERY calls
+TOKENS = 96  # that a model tells apart
+
+
+class Layer(nn.Module):
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        self.heads, width = heads, heads * dim
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        out: Tensor = onchip.attention(q, k, v, mask=onchip.causal())  # type: ignore[assignment]
+        x = x + self.out(out.flatten(-2))
+        return x + self.mlp(self.norms[1](x))
+
+
+def step(batch: int, seqlen: int, heads: int, dim: int, layers: int) -> Callable[[], object]:
+    """One step of training a transformer to foretell random tokens."""
+    made = [Layer(heads, dim) for _ in range(layers)]
+    model = nn.Sequential(nn.Embedding(TOKENS, heads * dim), *made, nn.Linear(heads * dim, TOKENS))
+    model = model.to(DEVICE, DTYPE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(TOKENS, (batch, seqlen + 1), device=DEVICE)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return run
+
+
+def call(
+    batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_k: int, dim: int
+) -> Callable[[], object]:
+    shapes = (seqlen_q, heads), (seqlen_k, heads_k), (seqlen_k, heads_k)
+    q, k, v = (torch.randn(batch, n, h, dim, device=DEVICE, dtype=DTYPE) for n, h in shapes)
+    return lambda: onchip.attention(q, k, v, mask=onchip.causal())
 
 
 class Grab:
     """The last call and its results."""
 
-    args: tuple[Call, torch.Tensor, torch.Tensor, float]
+    args: tuple[Call, Tensor, Tensor, float]
 
     def called(self, *args: Any) -> None:
         self.args = args  # type: ignore[assignment]
@@ -66,50 +115,70 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def inputs(
-    batch: int, seqlen_q: int, seqlen_k: int, heads: int, heads_k: int, dim: int
-) -> list[torch.Tensor]:
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    shapes = (seqlen_q, heads), (seqlen_k, heads_k), (seqlen_k, heads_k)
-    return [torch.randn(batch, n, h, dim, device=DEVICE).to(dtype) for n, h in shapes]
-
-
-def parts(qkv: list[torch.Tensor], repeats: int) -> dict[str, float]:
-    """Microseconds of a call, of the look at it, and of a check."""
-
-    def call() -> torch.Tensor:
-        return onchip.attention(*qkv, mask=onchip.causal())  # type: ignore[return-value]
-
-    grab, seen = Grab(), Watch(every=10**9, _metrics=_Metrics.made())
-    with observing(grab):
-        call()
+def looked(grab: Grab, repeats: int) -> float:
+    """Seconds that a watched call is longer than one that nobody looks on at, but for the checks."""
+    made, out, lse, _ = grab.args
+    plain, seen = observe._plain, Watch(every=10**9)
     seen.called(*grab.args)  # the first call is checked, and meets the problem
-    problem, out, lse, _ = grab.args
-    few = max(1, round(0.05 / seconds(call, 1, 3)))
+    observe._plain = lambda made: (out, lse)
+    observe._observers = (seen,)
+    try:
+        alone = seconds(lambda: observe._plain(made), 20000, repeats)
+        return seconds(lambda: observe._observed(made), 20000, repeats) - alone
+    finally:
+        observe._plain, observe._observers = plain, ()
+
+
+def parts(run: Callable[[], object], calls: int, repeats: int) -> dict[str, float]:
+    """Microseconds of a run, of the look at each of its calls, and of a check, and their share."""
+    grab = Grab()
+    with observe.observing(grab):
+        run()
+    made, out, lse, _ = grab.args
+    seen = Watch()
+    few = max(1, round(0.05 / seconds(run, 1, 3)))
     found = {
-        "call_us": seconds(call, few, repeats),
-        "look_us": seconds(lambda: seen.called(*grab.args), 20000, repeats),
-        "check_us": seconds(lambda: seen._check(problem, out, lse), 20, repeats),
+        "run_us": seconds(run, few, repeats),
+        "look_us": looked(grab, repeats),
+        "check_us": seconds(lambda: seen._check(made, out.detach(), lse.detach()), 20, repeats),
     }
-    return {name: 1e6 * value for name, value in found.items()}
+    share = calls * (found["look_us"] + found["check_us"] / EVERY) / found["run_us"]
+    return {"calls": calls, **{name: 1e6 * value for name, value in found.items()}, "share": share}
 
 
-def both(qkv: list[torch.Tensor], rounds: int) -> float:
+def both(run: Callable[[], object], calls: int, rounds: int) -> float:
     """By what share EVERY calls under `watch` are longer than without, in turn."""
 
-    def calls() -> None:
-        for _ in range(EVERY):
-            onchip.attention(*qkv, mask=onchip.causal())
+    def plain() -> None:
+        for _ in range(EVERY // calls):
+            run()
 
     def watched() -> None:
         with onchip.watch():
-            calls()
+            plain()
 
     times: dict[str, list[float]] = {"plain": [], "watched": []}
     for _ in range(rounds):
-        times["plain"].append(seconds(calls, 1, 1))
+        times["plain"].append(seconds(plain, 1, 1))
         times["watched"].append(seconds(watched, 1, 1))
     return statistics.median(times["watched"]) / statistics.median(times["plain"]) - 1
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else devices.cpu_name()
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    if Exporter.made() is not None:  # which then counts, too
+        versions["prometheus-client"] = version("prometheus-client")
+    return {
+        "date": date.today().isoformat(),
+        "device": name if DEVICE == "cuda" else f"{name}, {torch.get_num_threads()} threads",
+        "versions": versions,
+        "commit": args.commit or git.stdout.strip(),
+        "regime": f"{str(DTYPE).removeprefix('torch.')}; medians of {args.repeats}; "
+        f"both: {args.rounds} rounds of {EVERY} calls each way, in turn",
+        "every": EVERY,
+    }
 
 
 def main() -> None:
@@ -117,39 +186,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the tree, where git cannot say")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
         "--rounds", type=int, default=5, help="of EVERY calls with and without; 0: none of them"
     )
     args = parser.parse_args()
+    cases = [(name, step(*sizes), sizes[-1]) for name, sizes in MODELS.items()]
+    cases += [(name, call(*shape), 1) for name, shape in CALLS.items()]
     results = []
-    for name, shape in SHAPES.items():
-        qkv = inputs(*shape)
-        row: dict[str, Any] = {"case": name, "shape": shape, **parts(qkv, args.repeats)}
-        row["share"] = (row["look_us"] + row["check_us"] / EVERY) / row["call_us"]
-        if args.rounds and EVERY * row["call_us"] / 1e6 < LONGEST:
-            row["both"] = both(qkv, args.rounds)
+    for name, run, calls in cases:
+        row: dict[str, Any] = {"case": name, **parts(run, calls, args.repeats)}
+        if args.rounds and EVERY / calls * row["run_us"] / 1e6 < LONGEST:
+            row["both"] = both(run, calls, args.rounds)
         results.append(row)
-        print(
-            ", ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()
-            )
-        )
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    name = torch.cuda.get_device_name() if DEVICE == "cuda" else devices.cpu_name()
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    if _Metrics.made() is not None:  # which then counts, too
-        versions["prometheus-client"] = version("prometheus-client")
-    about = {
-        "date": date.today().isoformat(),
-        "device": f"{name}, {torch.get_num_threads()} threads",
-        "versions": versions,
-        "commit": git.stdout.strip(),
-        "regime": f"medians of {args.repeats}; both: {args.rounds} rounds of {EVERY} calls each way, in turn",
-        "every": EVERY,
-    }
+        values = (f"{key} {x:.4g}" if isinstance(x, float) else str(x) for key, x in row.items())
+        print(", ".join(values), flush=True)
     if args.out is not None:
-        args.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**about(args), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

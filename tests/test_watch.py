@@ -242,32 +242,72 @@ def test_between_two_checks_a_call_is_a_few_steps():
         seen = watching.Watch(every=10**9)
         seen.called(*args)
         counts.append(entered_in(lambda seen=seen, args=args: seen.called(*args)))
-    assert counts[0] == counts[1] <= 12
+    assert counts[0] == counts[1] <= 5
+
+
+def exported(name, **labels):
+    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 def test_prometheus_counts_the_same():
-    def value(name, labels):
-        return REGISTRY.get_sample_value(name, labels) or 0.0
+    """While the block runs and after it, on top of the blocks before it."""
 
-    names = [(f"onchip_{name}_total", {"backend": ON_CPU}) for name in ("calls", "tokens", "seconds")]
-    names += [("onchip_refusals_total", {"backend": "triton"}), ("onchip_nonfinite_calls_total", {})]
+    def now():
+        counts = [exported(f"onchip_{name}_total", backend=ON_CPU) for name in ("calls", "tokens", "seconds")]
+        refused = exported("onchip_refusals_total", backend="triton")
+        return [*counts, refused, exported("onchip_nonfinite_calls_total")]
+
     q, k, v = qkv(1, 8, 8, 1)
     v[0, 0, 0, 0] = float("inf")
+    before = now()
     with watch(every=1) as seen:
-        before = [value(*name) for name in names]
         onchip.attention(q, k, v)
+        inside = now()
         onchip.attention(q, k, v)
-    calls, tokens, seconds, refused, bad = [value(*name) - x for name, x in zip(names, before, strict=True)]
-    assert (calls, tokens, refused, bad) == (2, 16, 1, 2) and seconds == pytest.approx(seen.seconds)
-    assert REGISTRY.get_sample_value("onchip_worst_roundings") is not None
+    one, two = ([x - y for x, y in zip(found, before, strict=True)] for found in (inside, now()))
+    assert (one[:2], one[3:]) == ([1, 8], [1, 1]) and (two[:2], two[3:]) == ([2, 16], [1, 2])
+    assert two[2] == pytest.approx(seen.seconds) and 0 < one[2] < two[2]
+    assert exported("onchip_worst_roundings") != 0  # NaN
+
+
+def test_prometheus_counts_nested_blocks_and_each_backend():
+    names = [("onchip_calls_total", name) for name in (ON_CPU, "reference")]
+    before = [exported(name, backend=backend) for name, backend in names]
+    q, k, v = qkv(1, 8, 8, 1)
+    with watch():
+        onchip.attention(q, k, v)
+        with watch():  # which counts for itself
+            onchip.attention(q, k, v, backend="reference")
+        onchip.attention(q, k, v)
+    found = [exported(name, backend=backend) for name, backend in names]
+    assert [x - y for x, y in zip(found, before, strict=True)] == [2, 2]
+
+
+def test_a_log_handler_may_ask_for_the_counters():
+    """A check logs while it holds the counts."""
+
+    class Asking(logging.Handler):
+        def emit(self, record):
+            found.append(exported("onchip_calls_total", backend=ON_CPU))
+
+    found, handler = [], Asking()
+    watching.log.addHandler(handler)
+    watching.log.setLevel(logging.INFO)
+    try:
+        with watch(every=1):
+            onchip.attention(*qkv(1, 8, 8, 1))
+    finally:
+        watching.log.removeHandler(handler)
+        watching.log.setLevel(logging.NOTSET)
+    assert len(found) == 2 and found[0] > 0
 
 
 def test_without_prometheus(monkeypatch):
-    monkeypatch.setattr(watching._Metrics, "_made", None)
+    monkeypatch.setattr(watching.Exporter, "_made", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with watch(every=1) as seen:
         onchip.attention(*qkv(1, 8, 8, 1))
-    assert seen.calls == 1 and seen._metrics is None
+    assert seen.calls == 1 and watching.Exporter._made is None
 
 
 def test_calls_of_other_threads_and_transforms():

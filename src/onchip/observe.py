@@ -21,7 +21,7 @@ class Observer(Protocol):
         ...
 
 
-_observers: list[Observer] = []
+_observers: tuple[Observer, ...] = ()
 _lock = threading.Lock()
 _plain = autograd.apply
 
@@ -29,14 +29,15 @@ _plain = autograd.apply
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let the observer see every call of this process until the block ends."""
+    global _observers
     with _lock:
-        _observers.append(observer)
+        _observers = (*_observers, observer)
         autograd.apply = _observed
     try:
         yield
     finally:
         with _lock:
-            _observers.remove(observer)
+            _observers = tuple(other for other in _observers if other is not observer)
             if not _observers:
                 autograd.apply = _plain
 
@@ -46,6 +47,6 @@ def _observed(call: Call) -> tuple[Tensor, Tensor]:
     out, lse = _plain(call)
     seconds = time.perf_counter() - start
     if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-        for observer in tuple(_observers):
+        for observer in _observers:
             observer.called(call, out, lse, seconds)
     return out, lse

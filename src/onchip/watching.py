@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,54 +21,83 @@ from onchip.observe import observing
 from onchip.problem import Problem
 
 log = logging.getLogger("onchip.watch")
-# A call costs 1 us (1.6 where prometheus_client counts, too), a check of 4 rows 4 ms (1024 keys, 1 core): 3 us a call,
-# 1 % of one that takes 0.3 ms. What a check does grows as N x dim, a call as N x N: benchmarks/watch.py measures both.
+# A look at a call costs 0.5 us, a check of 4 rows 0.7 ms or more (its size grows as N x dim, a call's as N x N):
+# some 1 us a call together, of a training step that takes ms. benchmarks/watch.py measures all of it.
 EVERY = 2000
+
+
+def _worse(a: float, b: float) -> float:
+    """The greater error; NaN, which no number undoes, is the greatest."""
+    return a if a != a or a > b else b
+
+
+@dataclass(slots=True)
+class Tally:
+    """Calls of one backend. Tokens are query rows; seconds are host time inside calls."""
+
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        self.calls += other.calls
+        self.tokens += other.tokens
+        self.seconds += other.seconds
 
 
 @dataclass
 class Watch:
-    """What a `watch` block has seen. Tokens are query rows; seconds are host time inside calls."""
+    """What a `watch` block has seen."""
 
     every: int = EVERY
     rows: int = 4
     calls: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
     checks: int = 0
     failures: int = 0  # checks whose error was above the rounding of the dtype
     worst: float = 0.0  # greatest error of a checked row, in roundings of its dtype
-    backends: Counter[str] = field(default_factory=Counter)  # calls of each
+    tallies: dict[str, Tally] = field(default_factory=dict)  # of each backend
     # "backend: reason" -> problems, each counted once.
     refusals: Counter[str] = field(default_factory=Counter)
     # First (batch, head, row) with NaN or inf -> calls.
     bad: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     _problems: set[Problem] = field(default_factory=set)
     _changes: set[tuple[str, str]] = field(default_factory=set)
+    # Of the last call: its problem, its backend, whose tally, and its tokens where the problem says them.
     _problem: Problem | None = None
     _module: Any = None
     _name: str = ""
-    _metrics: Any = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # calls come from any thread
+    _tally: Tally = field(default_factory=Tally)
+    _tokens: int | None = None
+    # Calls come from any thread; what a handler of a check's log does may come back here.
+    _lock: Any = field(default_factory=threading.RLock)
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @property
+    def tokens(self) -> int:
+        """Query rows."""
+        return sum(tally.tokens for tally in self.tallies.values())
+
+    @property
+    def seconds(self) -> float:
+        """Host time inside calls."""
+        return sum(tally.seconds for tally in self.tallies.values())
+
+    @property
+    def backends(self) -> dict[str, int]:
+        """Calls of each."""
+        return {name: tally.calls for name, tally in self.tallies.items()}
 
     def called(self, call: Call, out: Tensor, lse: Tensor, seconds: float) -> None:
         with self._lock:
-            self._called(call, out, lse, seconds)
-
-    def _called(self, call: Call, out: Tensor, lse: Tensor, seconds: float) -> None:
-        if call.problem is not self._problem or call.backend is not self._module:
-            self._met(call)
-        shape = out.shape
-        tokens = shape[0] * shape[1] if len(shape) == 4 else shape[0]
-        self.calls += 1
-        self.seconds += seconds
-        self.tokens += tokens
-        self.backends[self._name] += 1
-        if self._metrics is not None:
-            self._metrics.count(self._name, tokens, seconds)
-        if (self.calls - 1) % self.every == 0:
-            self._check(call, out.detach(), lse.detach())
+            if call.problem is not self._problem or call.backend is not self._module:
+                self._met(call)
+            tally = self._tally
+            tally.calls += 1
+            tally.seconds += seconds
+            tally.tokens += out.shape[0] if self._tokens is None else self._tokens
+            self.calls += 1
+            if (self.calls - 1) % self.every == 0:
+                self._check(call, out.detach(), lse.detach())
 
     def _met(self, call: Call) -> None:
         """Another problem or backend than the last call's: a new change is told, a new problem's refusals counted."""
@@ -78,17 +107,19 @@ class Watch:
             self._changes.add(change)  # told once: layers of two kinds change it at every step
             reason = select.refusals(call.problem).get(self._name, "another was named")
             log.warning("backend changed from %s to %s: %s", *change, reason)
-        self._problem, self._module, self._name = call.problem, call.backend, name
-        if call.problem in self._problems:
+        problem = call.problem
+        self._problem, self._module, self._name = problem, call.backend, name
+        self._tally = self.tallies.setdefault(name, Tally())
+        # Of packed sequences a problem holds the greatest length only.
+        self._tokens = None if problem.layout == "varlen" else problem.batch * problem.seqlen_q
+        if problem in self._problems:
             return
         if len(self._problems) >= 4096:  # a run with ever new lengths
             self._problems.clear()
-        self._problems.add(call.problem)
-        for refused, reason in select.refusals(call.problem).items():
+        self._problems.add(problem)
+        for refused, reason in select.refusals(problem).items():
             if refused != name and refused in select.AUTOMATIC:
                 self.refusals[f"{refused}: {reason}"] += 1
-                if self._metrics is not None:
-                    self._metrics.refused(refused)
 
     def _check(self, call: Call, out: Tensor, lse: Tensor) -> None:
         if out.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -103,8 +134,6 @@ class Watch:
         with torch.no_grad():
             for place in exact.sample(problem, operands, self.rows, self._generator):
                 self._compare(problem, exact.row(problem, operands, place), out, lse, operands, place)
-        if self._metrics is not None:
-            self._metrics.checked(self.worst, bad is not None)
         log.info("%s", self)
 
     def _compare(
@@ -118,7 +147,16 @@ class Watch:
                 "call %d: row (batch %d, head %d, row %d) is off by %.3g roundings of %s against float64",
                 self.calls, place.batch, place.head, place.row, error, problem.dtype,
             )  # fmt: skip
-        self.worst = error if error != error else max(self.worst, error)
+        self.worst = _worse(self.worst, error)
+
+    def add(self, other: Watch) -> None:
+        """Count what another has seen as well, but for its checks."""
+        with other._lock:
+            for name, tally in other.tallies.items():
+                self.tallies.setdefault(name, Tally()).add(tally)
+            self.refusals.update(other.refusals)
+            self.bad.update(other.bad)
+            self.worst = _worse(self.worst, other.worst)
 
     def __str__(self) -> str:
         backends = ", ".join(f"{name} {n}" for name, n in self.backends.items()) or "none"
@@ -130,46 +168,71 @@ class Watch:
         )
 
 
-class _Metrics:
-    """The same counters for Prometheus, in its default registry, made once a process."""
+class Exporter:
+    """The counters of all `watch` blocks of the process for Prometheus, added up when it asks: a call pays nothing."""
 
-    _made: _Metrics | None = None
+    _made: Exporter | None = None
 
-    def __init__(self, client: Any) -> None:
-        self.calls = client.Counter("onchip_calls", "attention calls", ["backend"])
-        self.tokens = client.Counter("onchip_tokens", "query rows", ["backend"])
-        self.seconds = client.Counter("onchip_seconds", "host seconds in calls", ["backend"])
-        self.refusals = client.Counter("onchip_refusals", "problems that a backend refused", ["backend"])
-        self.bad = client.Counter("onchip_nonfinite_calls", "checked calls with NaN or inf")
-        self.of_backend: dict[str, list[Any]] = {}
-        self.worst = client.Gauge("onchip_worst_roundings", "greatest error of a checked row, in roundings")
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._watches: list[Watch] = []
+        self._ended = Watch()  # the sum of those that are over
+        core.REGISTRY.register(self)
 
     @classmethod
-    def made(cls) -> _Metrics | None:
-        """None where prometheus_client is not installed."""
+    def made(cls) -> Exporter | None:
+        """One a process, in the default registry; None where prometheus_client is not installed."""
         if cls._made is None:
             if importlib.util.find_spec("prometheus_client") is None:
                 return None
-            cls._made = cls(importlib.import_module("prometheus_client"))
+            cls._made = cls(importlib.import_module("prometheus_client.core"))
         return cls._made
 
-    def count(self, backend: str, tokens: int, seconds: float) -> None:
-        found = self.of_backend.get(backend)
-        if found is None:  # to look them up by label takes longer than to count
-            parts = (self.calls, self.tokens, self.seconds)
-            found = self.of_backend[backend] = [part.labels(backend) for part in parts]
-        calls, rows, time = found
-        calls.inc()
-        rows.inc(tokens)
-        time.inc(seconds)
+    @contextmanager
+    def counting(self, seen: Watch) -> Iterator[None]:
+        with self._lock:
+            self._watches.append(seen)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watches = [other for other in self._watches if other is not seen]
+                self._ended.add(seen)
 
-    def refused(self, backend: str) -> None:
-        self.refusals.labels(backend).inc()
+    def collect(self) -> Iterator[Any]:
+        """The protocol of a collector: the families of counters as they stand."""
+        total = Watch()
+        with self._lock:
+            for seen in (self._ended, *self._watches):
+                total.add(seen)
+        counters = {
+            "onchip_calls": ("attention calls", {name: t.calls for name, t in total.tallies.items()}),
+            "onchip_tokens": ("query rows", {name: t.tokens for name, t in total.tallies.items()}),
+            "onchip_seconds": (
+                "host seconds in calls",
+                {name: t.seconds for name, t in total.tallies.items()},
+            ),
+            "onchip_refusals": ("problems that a backend refused", _by_backend(total.refusals)),
+        }
+        for name, (meaning, values) in counters.items():
+            family = self._core.CounterMetricFamily(name, meaning, labels=["backend"])
+            for backend, value in values.items():
+                family.add_metric([backend], value)
+            yield family
+        yield self._core.CounterMetricFamily(
+            "onchip_nonfinite_calls", "checked calls with NaN or inf", value=sum(total.bad.values())
+        )
+        yield self._core.GaugeMetricFamily(
+            "onchip_worst_roundings", "greatest error of a checked row, in roundings", value=total.worst
+        )
 
-    def checked(self, worst: float, bad: bool) -> None:
-        self.worst.set(worst)
-        if bad:
-            self.bad.inc()
+
+def _by_backend(refusals: Counter[str]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for reason, count in refusals.items():
+        found[reason.partition(":")[0]] += count
+    return found
 
 
 @contextmanager
@@ -181,9 +244,9 @@ def watch(every: int = EVERY, rows: int = 4) -> Iterator[Watch]:
     >>> print(seen)
 
     A check compares `rows` random query rows with float64 and looks for NaN and inf in out. At the default `every` all
-    of it costs under 1 % of calls that take 0.3 ms or more. What it finds goes to the
-    logger "onchip.watch" (errors and backend changes as they come, a summary at each check and at the end), to the
-    returned `Watch`, and to prometheus_client's default registry where that is installed.
+    of it costs some 1 us of host time a call, under 1 % of a training step. What it finds goes to the logger
+    "onchip.watch" (errors and backend changes as they come, a summary at each check and at the end), to the returned
+    `Watch`, and to prometheus_client's default registry where that is installed.
     Calls under torch.compile and functorch transforms are not seen.
     """
     for name, value in (("every", every), ("rows", rows)):
@@ -191,8 +254,8 @@ def watch(every: int = EVERY, rows: int = 4) -> Iterator[Watch]:
             raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected at least 1")
-    seen = Watch(every=every, rows=rows, _metrics=_Metrics.made())
-    with observing(seen):
+    seen, exporter = Watch(every=every, rows=rows), Exporter.made()
+    with nullcontext() if exporter is None else exporter.counting(seen), observing(seen):
         try:
             yield seen
         finally:
