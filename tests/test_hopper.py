@@ -128,6 +128,45 @@ def test_variants(mask, expected):
 
 
 @pytest.mark.parametrize(
+    "seqlen, dim, mask, from_end",
+    [
+        (8192, 64, onchip.causal(), True),  # 42 tiles of 192 and 128 queries
+        (2048, 64, onchip.causal(), True),
+        (1152, 64, onchip.causal(), False),
+        (1151, 64, onchip.causal(), False),  # 191 queries need three warpgroups
+        (1088, 64, onchip.window(700, 0), True),  # 64 of a tile of 128
+        (8192, 64, onchip.Mask(), False),  # all tiles are as long
+        (8192, 64, onchip.window(3, None), False),
+        (8192, 64, onchip.causal() & onchip.prefix(5), False),
+        (1024, 128, onchip.causal(), False),
+        (1000, 128, onchip.causal(), False),
+        (33, 256, onchip.causal(), True),
+    ],
+)
+def test_where_queries_are_missing(seqlen, dim, mask, from_end):
+    """Whole warpgroups, in the first tile, where a band makes it the shortest."""
+    problem = state((1, seqlen, 2, dim), mask=mask)
+    made = variant(problem, mask.band or rules.Band(), config(problem), 1)
+    assert made.from_end == from_end
+    assert made.uneven == (made.right and made.band_only and config(problem).tile_m > config(problem).tile_n)
+
+
+def test_what_is_short():
+    """A causal mask alone is as none; others show more of a small tile."""
+    for seqlen, mask, expected in (
+        (1024, onchip.causal(), "short"),
+        (1025, onchip.causal(), "long"),
+        (1025, onchip.Mask(), "long"),
+        (4096, onchip.window(100, 0), "short"),
+        (4096, onchip.causal() & onchip.prefix(5), "short"),
+        (4097, onchip.window(100, 0), "long"),
+    ):
+        assert kind(state((1, seqlen, 2, 64), mask=mask)) == expected
+    packed = dataclasses.replace(state((1, 4096, 2, 64), mask=onchip.causal()), layout="varlen")
+    assert kind(packed) == "short"
+
+
+@pytest.mark.parametrize(
     "tile, seqlens, others, exact",
     [
         ((128, 128), (1024, 1024), None, True),

@@ -331,6 +331,11 @@ class Mask:
         return tuple(name for name in kinds if getattr(self, name) not in (None, ()))
 
     @cached_property
+    def windowed(self) -> bool:
+        """Whether a band hides keys to the left, too, so that the length of a query's keys has a bound."""
+        return self.band is not None and (self.band.left, self.band.top_left) != (None, None)
+
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Every part but the band, whose arithmetic is on lengths alone."""
         return (*self.rows, *self.elements, *self.blocks, *self.unions)

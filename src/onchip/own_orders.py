@@ -181,7 +181,8 @@ def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep
     """backends/hopper: query tiles outside, the longest of a causal mask first, each from its last keys to its first.
 
     Under more than a band it goes by lists of tiles. The keys before the first that a band shows are cut off, and its
-    blocks count from there: they are counted from key 0 here.
+    blocks count from there; its tiles may begin 64 or 128 rows before the first query (`Variant.from_end`): here both
+    count from 0, which is at most a block of keys more a tile.
     """
     from onchip.backends.hopper.variant import packs
 

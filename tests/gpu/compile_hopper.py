@@ -48,6 +48,7 @@ CASES = {
     "d256 full": (256, onchip.Mask(), onchip.Score(), (LONG, LONG), 8, False),
     "d256 causal": (256, onchip.causal(), onchip.Score(), (1024, 1024), 8, False),
     "d256 score": (256, onchip.causal(), SCORE, (1024, 1024), 8, False),
+    "d64 causal long": (64, onchip.causal(), onchip.Score(), (LONG, LONG), 8, False),
 }
 
 

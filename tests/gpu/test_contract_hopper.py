@@ -119,6 +119,7 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
                 (512, onchip.causal(), onchip.Score()),
                 (512, onchip.window(700, 300), onchip.Score()),
                 (1100, onchip.Mask(), onchip.Score()),
+                (1100, onchip.causal(), onchip.Score()),
                 (512, onchip.Mask(), mod),
             ):
                 q, k, v = rising(seqlen_q, dim, getattr(torch, dtype), "cuda")
@@ -142,6 +143,23 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
             v[..., 0] = (blocks == 0).half()[:, None]  # where the scores are greatest
             out = onchip.attention(q, k, v, scale=math.log(2), backend="hopper")
             torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), atol=5e-3, rtol=0)
+
+        @pytest.mark.parametrize("lengths", [(33, 33), (300, 700), (1100, 1100), (1217, 1000), (1473, 1600)])
+        @pytest.mark.parametrize("dim", [64, 128, 256])
+        def test_a_band_that_ends_warpgroups_at_different_blocks(self, dim, dtype, lengths):
+            """And whose first tile lacks rows, of which nothing may be written: before each tensor stands another."""
+            kind = getattr(torch, dtype)
+            q, k, v = (torch.randn(2, n, 3, dim).to("cuda", kind) for n in (lengths[0], *lengths[1:] * 2))
+            masks = onchip.causal(), onchip.causal("top_left"), onchip.window(None, 70), onchip.window(500, 5)
+            for mask in masks:
+                options = {"mask": mask, "return_lse": True}
+                found = onchip.attention(q, k, v, backend="hopper", **options)
+                truth = onchip.attention(
+                    *(x.double().cpu() for x in (q, k, v)), backend="reference", **options
+                )
+                room = 4 * torch.finfo(kind).eps
+                torch.testing.assert_close(found[0].double().cpu(), truth[0], atol=room, rtol=room)
+                torch.testing.assert_close(found[1].double().cpu(), truth[1], atol=1e-4, rtol=1e-5)
 
         def test_a_graph_has_a_counter_of_its_own(self):
             q = torch.randn(2, 700, 3, 64, device="cuda", dtype=torch.float16)

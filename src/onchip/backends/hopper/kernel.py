@@ -51,7 +51,7 @@ from onchip.backends.hopper.parts import (
 )
 from onchip.backends.hopper.shared import allocate, next_tile
 from onchip.backends.hopper.variant import Variant
-from onchip.backends.hopper.work import Work, block_at, store_output
+from onchip.backends.hopper.work import Work, block_at, sees_nothing, store_output
 
 
 @gluon.jit
@@ -226,14 +226,18 @@ def begin(held, turn, at, shared, tile, work, score, scale, W: gl.constexpr, FN:
 
 
 @gluon.jit
-def end(o, p, at, shared, C: Variant):
-    """The last step of all, which has values only."""
+def values_only(o, p, at, shared, LAST: gl.constexpr, W: gl.constexpr, C: Variant):
+    """A step without scores: the last of all, or one whose block shows nothing to this warpgroup."""
     mbarrier.wait(shared.full.index(at.slot), at.phase)
+    if not LAST:
+        join(gl.to_tensor(turn_of(C.stages) + W), TWO)
     p = unpack(p, shared.k.dtype, gl.DotOperandLayout(0, accumulator(C.dim_v), 2))
     o = warpgroup_mma(p, shared.v.index(at.slot), o, is_async=True)
+    if not LAST:
+        arrive(gl.to_tensor(turn_of(C.stages) + (W + 1) % C.warpgroups), TWO)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     release(at, C)
-    return o
+    return o, at.next()
 
 
 @gluon.jit
@@ -258,7 +262,10 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
     else:
         row_lse = (row_max + gl.log2(total)) * LN2
     at = tile.b.to(gl.int64) * lse.batch + h.to(gl.int64) * lse.head + tile.q_start + q
-    gl.store(lse.ptr + at, row_lse, mask=q < tile.q_len)
+    there = q < tile.q_len
+    if C.from_end:
+        there &= q >= 0
+    gl.store(lse.ptr + at, row_lse, mask=there)
     o *= gl.convert_layout(factor, row_of(C.dim_v))[:, None]
     # A row that sees no key, or none whose score is above -inf: 0, not 0 * inf.
     if C.masked or C.exact or C.modified:
@@ -299,7 +306,7 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
         release(Cursor(gl.to_tensor(slot), gl.to_tensor(0), C.stages), C)
     if C.warpgroups - 1 == W:
         arrive(gl.to_tensor(turn_of(C.stages)), TWO)
-    t, tile, n_phase = next_tile(gl.to_tensor(0), shared, work, C)
+    t, tile, n_phase = next_tile(gl.to_tensor(0), shared, work, W, C)
     if t < work.n_tiles:
         held = gl.to_tensor(0)
         if C.held > 0:
@@ -314,19 +321,25 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
                     o, p, row_max, row_sum, held, turn, at, shared, tile, position, work, score, scale,
                     False, W, FN, MOD, C)  # fmt: skip
             # Not as `tile`, which the last step still needs, nor as a second name of it (end of the log).
-            t, following, n_phase = next_tile(n_phase, shared, work, C)
+            t, following, n_phase = next_tile(n_phase, shared, work, W, C)
             if t < work.n_tiles:
                 turn ^= 1
                 held = take_queries(held, turn, shared, W, C)
                 last_max, last_sum = row_max, row_sum
-                o, p, row_max, row_sum, at = step(
-                    o, p, row_max, row_sum, held, turn, at, shared, following, 0, work, score, scale,
-                    True, W, FN, MOD, C)  # fmt: skip
+                if sees_nothing(following, W, C):
+                    o, at = values_only(o, p, at, shared, False, W, C)
+                    p = gl.zeros_like(p)
+                    row_max = gl.full([64], FLOOR, gl.float32, row_of(C.tile_n))
+                    row_sum = no_sums(C.tile_n)
+                else:
+                    o, p, row_max, row_sum, at = step(
+                        o, p, row_max, row_sum, held, turn, at, shared, following, 0, work, score, scale,
+                        True, W, FN, MOD, C)  # fmt: skip
                 finish(o, last_max, last_sum, turn ^ 1, shared, o_desc, lse, score, tile, W, C)
                 free_queries(shared, W, C)
                 o = gl.zeros([64, C.dim_v], gl.float32, accumulator(C.dim_v))
                 tile = following
-        o = end(o, p, at, shared, C)
+        o, at = values_only(o, p, at, shared, True, W, C)
         finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W, C)
     tma.store_wait(0)
     if W == 0:

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from onchip.backends.hopper.parts import aggregate
 from onchip.backends.hopper.variant import Variant
-from onchip.backends.hopper.work import Tile, Work
+from onchip.backends.hopper.work import Tile, Work, own_edges
 
 # Where the fields of the next tile stand. Those behind LAST are of a band, or of packed sequences; else they are known.
 FIELDS = gl.constexpr(16)
@@ -164,9 +164,11 @@ def published(shared, work: Work, C: Variant):
 
 
 @gluon.jit
-def next_tile(n_phase, shared, work: Work, C: Variant):
+def next_tile(n_phase, shared, work: Work, W: gl.constexpr, C: Variant):
     """For a computing warpgroup: the next tile, its number, and the next phase."""
     mbarrier.wait(shared.tile_full, n_phase)
     t, tile = published(shared, work, C)
+    if C.uneven:
+        tile = own_edges(tile, W, C)
     mbarrier.arrive(shared.tile_free, count=1)
     return t, tile, n_phase ^ 1

@@ -31,6 +31,8 @@ class Variant(NamedTuple):
     masked: bool  # some block may need a mask: for the mask itself, or for the tail of the keys
     right: bool  # a band bounded to the right
     left: bool  # a band bounded to the left
+    from_end: bool  # warpgroups without queries are in the first tile, which is the shortest, not in the last
+    uneven: bool  # a bound to the right ends warpgroups of a tile at different blocks
     edges: bool  # some blocks of a visit are masked, as `Tile` says; of a band, beside the first one
     modified: bool  # scores change before the softmax
     share_q: bool  # the output leaves through the queries' shared memory
@@ -51,6 +53,9 @@ def variant(
         tile_q, tile_n = chosen.tile_m // pack, chosen.tile_n
         exact = not (divisor[0] % tile_q or divisor[1] % tile_n or problem.seqlen_k % tile_n)
     edges = right or left or not (band_only or exact)
+    uneven = band_only and right and chosen.tile_m // pack > chosen.tile_n
+    from_end = band_only and right and pack == 1 and not (packed or modifies(problem))
+    from_end = from_end and 0 < problem.seqlen_q % chosen.tile_m <= chosen.tile_m - 64
     fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(
         warpgroups=chosen.warpgroups,
@@ -69,6 +74,8 @@ def variant(
         masked=packed or (bool(problem.mask_parts) and not exact) or problem.seqlen_k % chosen.tile_n != 0,
         right=right,
         left=left,
+        from_end=from_end,
+        uneven=uneven,
         edges=edges,
         modified=modifies(problem),
         share_q=not fits,

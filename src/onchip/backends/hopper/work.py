@@ -121,6 +121,9 @@ def tile_at(t, work: Work, C: Variant):
         i = gl.load(work.order + b.to(gl.int64) * work.lists.batch + head * work.lists.head + i)
     elif C.right:
         i = work.m_blocks - 1 - i
+    spare = gl.to_tensor(0)  # rows before the first query, of whole warpgroups
+    if C.from_end:
+        spare = (work.m_blocks * TILE_Q - work.len_q) // 64 * 64
     q_start = gl.to_tensor(0)
     k_start = gl.to_tensor(0)
     q_len = gl.to_tensor(work.len_q)
@@ -156,8 +159,8 @@ def tile_at(t, work: Work, C: Variant):
             seen_k = gl.maximum(gl.minimum(k_len, q_len + end), 0)
             end -= origin
         seen_k = gl.maximum(seen_k - origin, 0)
-        shifted = Band(None, None, -first if C.left else None, end if C.right else None)
-        lo, full_lo, full_hi, hi = spans(i, TILE_Q, C.tile_n, q_len, seen_k, shifted)
+        shifted = Band(None, None, spare - first if C.left else None, end - spare if C.right else None)
+        lo, full_lo, full_hi, hi = spans(i, TILE_Q, C.tile_n, q_len + spare, seen_k, shifted)
         full_hi = gl.minimum(full_hi, seen_k // C.tile_n)  # the tail needs the mask
         full_hi = gl.minimum(gl.maximum(full_hi, full_lo), hi)
         partial = hi - full_hi
@@ -166,8 +169,32 @@ def tile_at(t, work: Work, C: Variant):
         last = gl.maximum(hi - 1, 0)
     # A tile that sees nothing visits one block, which its mask hides, or `finish` leaves out where none is compiled in.
     blocks = gl.maximum(blocks, 1)
-    return Tile(b, head, i * TILE_Q, q_start, k_start, q_len, k_len, origin, seen_k, first, end, partial, full, blocks,
+    row0 = i * TILE_Q - spare
+    return Tile(b, head, row0, q_start, k_start, q_len, k_len, origin, seen_k, first, end, partial, full, blocks,
                 last)  # fmt: skip
+
+
+@gluon.jit
+def own_edges(tile, W: gl.constexpr, C: Variant):
+    """The tile for a warpgroup, whose own rows may see a block to its end where the tile's first rows do not."""
+    whole = (
+        tile.row0 + W * 64 // C.pack + tile.end + 1
+    ) // C.tile_n  # that the first of them sees to the end
+    whole = gl.minimum(whole, tile.seen_k // C.tile_n)  # the tail needs the mask
+    partial = gl.minimum(tile.partial, tile.last + 1 - whole)
+    return Tile(tile.b, tile.head, tile.row0, tile.q_start, tile.k_start, tile.q_len, tile.k_len, tile.origin,
+                tile.seen_k, tile.first, tile.end, partial, tile.full, tile.blocks, tile.last)  # fmt: skip
+
+
+@gluon.jit
+def sees_nothing(tile, W: gl.constexpr, C: Variant):
+    """Whether a tile's first block of keys lies behind all that a warpgroup's own rows see. Never the last one's."""
+    if C.uneven and C.warpgroups - 1 != W:
+        last_row = tile.row0 + (W * 64 + 63) // C.pack
+        nothing = tile.last * C.tile_n > last_row + tile.end
+    else:
+        nothing = False
+    return nothing
 
 
 @gluon.jit
@@ -216,7 +243,10 @@ def load_queries(desc, barrier, target, tile, W: gl.constexpr, column: gl.conste
 @gluon.jit
 def store_output(desc, source, tile, W: gl.constexpr, column: gl.constexpr, C: Variant):
     c0, c1, c2, c3, c4 = query_place(tile, W, column, C)
-    if len(desc.block_shape) == 5:
-        store_async(desc, [c0, c1, c2, c3, c4], source.reshape(desc.block_shape))
-    else:
-        store_async(desc, [c0, c1, c2, c3], source.reshape(desc.block_shape))
+    # Loads from rows below 0 bring zeros, but stores there end the kernel as an illegal instruction.
+    there = tile.row0 + W * 64 >= 0 if C.from_end else True
+    if there:
+        if len(desc.block_shape) == 5:
+            store_async(desc, [c0, c1, c2, c3, c4], source.reshape(desc.block_shape))
+        else:
+            store_async(desc, [c0, c1, c2, c3], source.reshape(desc.block_shape))
