@@ -304,6 +304,11 @@ def _(given):
     return dense(given, (1, 131, 2, 256), (1, 157, 2, 256), mask=onchip.causal(), grads=False)
 
 
+@case("hopper", "causal, three groups of warps, a first tile that lacks rows, dim 64")
+def _(given):
+    return dense(given, (1, 1217, 2, 64), (1, 1217, 1, 64), mask=onchip.causal(), grads=False)
+
+
 @case("hopper", "window to both sides")
 def _(given):
     return dense(given, (1, 290, 2, 64), (1, 301, 2, 64), mask=onchip.window(33, 5), grads=False)
