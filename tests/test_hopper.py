@@ -148,11 +148,38 @@ def test_where_queries_are_missing(seqlen, dim, mask, from_end):
     problem = state((1, seqlen, 2, dim), mask=mask)
     made = variant(problem, mask.band or rules.Band(), config(problem), 1)
     assert made.from_end == from_end
-    assert made.uneven == (made.right and made.band_only and config(problem).tile_m > config(problem).tile_n)
+
+
+@pytest.mark.parametrize(
+    "seqlen, dim, mask, pack, uneven",
+    [
+        (8192, 64, onchip.causal(), 1, True),  # 192 queries, 128 keys
+        (1024, 64, onchip.causal("top_left"), 1, False),  # 128, 128
+        (1024, 128, onchip.causal(), 1, False),
+        (1024, 256, onchip.causal(), 1, True),  # 128, 64
+        (16, 256, onchip.causal(), 8, False),  # 16 queries of 8 heads
+        (1024, 256, onchip.window(5, 9), 1, True),
+        (1024, 256, onchip.window(5, None), 1, False),
+        (1024, 256, onchip.causal() & onchip.prefix(5), 1, False),
+    ],
+)
+def test_where_warpgroups_of_a_tile_end_at_different_blocks(seqlen, dim, mask, pack, uneven):
+    problem = state((1, seqlen, 2, dim), mask=mask)
+    assert variant(problem, mask.band or rules.Band(), config(problem), pack).uneven == uneven
+
+
+@pytest.mark.parametrize("change", [{"layout": "varlen"}, {"scale": -1.0}, {"score_parts": ("mod",)}])
+def test_queries_below_0_are_where_nothing_asks_for_them(change):
+    """Rows of a packed sequence's neighbour, and a mod that looks up a table by the query."""
+    problem = state((1, 33, 2, 256), mask=onchip.causal())
+    band = rules.Band(right=0)
+    assert variant(problem, band, config(problem), 1).from_end
+    assert not variant(dataclasses.replace(problem, **change), band, config(problem), 1).from_end
+    assert not variant(problem, band, config(problem), 2).from_end
 
 
 def test_what_is_short():
-    """A causal mask alone is as none; others show more of a small tile."""
+    """A causal mask alone is as none; of others and of packed sequences, tiles of 128 queries compute less in vain."""
     for seqlen, mask, expected in (
         (1024, onchip.causal(), "short"),
         (1025, onchip.causal(), "long"),

@@ -267,7 +267,6 @@ def test_prometheus_counts_the_same():
     one, two = ([x - y for x, y in zip(found, before, strict=True)] for found in (inside, now()))
     assert (one[:2], one[3:]) == ([1, 8], [1, 1]) and (two[:2], two[3:]) == ([2, 16], [1, 2])
     assert two[2] == pytest.approx(seen.seconds) and 0 < one[2] < two[2]
-    assert exported("onchip_worst_roundings") != 0  # NaN
 
 
 def test_prometheus_counts_nested_blocks_and_each_backend():
@@ -283,23 +282,119 @@ def test_prometheus_counts_nested_blocks_and_each_backend():
     assert [x - y for x, y in zip(found, before, strict=True)] == [2, 2]
 
 
-def test_a_log_handler_may_ask_for_the_counters():
-    """A check logs while it holds the counts."""
+@pytest.fixture
+def exporter():
+    """As in a process that has not watched yet."""
+    usual = watching.Exporter.made()
+    REGISTRY.unregister(usual)
+    watching.Exporter._made = None
+    yield
+    REGISTRY.unregister(watching.Exporter.made())
+    watching.Exporter._made = usual
+    REGISTRY.register(usual)
 
-    class Asking(logging.Handler):
-        def emit(self, record):
-            found.append(exported("onchip_calls_total", backend=ON_CPU))
 
-    found, handler = [], Asking()
+def test_prometheus_tells_the_greatest_error(monkeypatch, exporter):
+    q, k, v = qkv(1, 40, 40, 1)
+    with watch(every=1) as good:
+        onchip.attention(q, k, v)
+    assert exported("onchip_worst_roundings") == good.worst > 0
+    module = select.load(ON_CPU)
+    plain = module.forward
+    for factor in (1.01, float("nan"), 1.0):
+
+        def broken(*args, factor=factor):
+            found = plain(*args)
+            found.out.mul_(factor)
+            return found
+
+        monkeypatch.setattr(module, "forward", broken)
+        with watch(every=1) as seen:
+            onchip.attention(q, k, v)
+        if factor == 1.01:
+            assert exported("onchip_worst_roundings") == seen.worst > good.worst
+    told = REGISTRY.get_sample_value("onchip_worst_roundings")
+    assert told != told and seen.worst == seen.worst
+
+
+class Asking(logging.Handler):
+    """Asks for the counters at each line of the log, as one that pushes them would."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(exported("onchip_calls_total", backend=ON_CPU))
+
+
+@pytest.fixture
+def asking():
+    handler = Asking()
     watching.log.addHandler(handler)
     watching.log.setLevel(logging.INFO)
-    try:
-        with watch(every=1):
-            onchip.attention(*qkv(1, 8, 8, 1))
-    finally:
-        watching.log.removeHandler(handler)
-        watching.log.setLevel(logging.NOTSET)
-    assert len(found) == 2 and found[0] > 0
+    yield handler
+    watching.log.removeHandler(handler)
+    watching.log.setLevel(logging.NOTSET)
+
+
+def test_a_log_handler_may_ask_for_the_counters(asking):
+    before = exported("onchip_calls_total", backend=ON_CPU)
+    with watch(every=1):
+        onchip.attention(*qkv(1, 8, 8, 1))
+    assert [found - before for found in asking.found] == [1, 1]
+
+
+def test_asking_and_counting_wait_for_nobody(asking):
+    """Blocks within one another, handlers that ask, and threads that ask all the while."""
+    q, k, v = qkv(1, 8, 8, 1)
+    over = threading.Event()
+
+    def ask():
+        while not over.is_set():
+            exported("onchip_calls_total", backend=ON_CPU)
+
+    def call():
+        with watch(every=1), watch(every=2):
+            for _ in range(40):
+                onchip.attention(q, k, v)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (ask, ask, call, call)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[2:]:
+        thread.join(60)
+    over.set()
+    assert not any(thread.is_alive() for thread in threads[2:])
+    assert len(asking.found) >= 2 * (40 + 20)
+
+
+def test_first_blocks_of_many_threads_share_one_exporter(exporter):
+    found = []
+
+    def enter():
+        barrier.wait()
+        with watch():
+            found.append(watching.Exporter._made)
+
+    barrier = threading.Barrier(8)
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len({id(made) for made in found}) == 1
+
+
+def test_a_sum_of_blocks():
+    q, k, v = qkv(1, 8, 8, 1)
+    total = watching.Watch()
+    for backend in (ON_CPU, "reference", ON_CPU):
+        with watch(every=1) as seen:
+            onchip.attention(q, k, v, backend=backend)
+        total.add(seen)
+    assert (total.calls, total.checks, total.tokens) == (3, 3, 24)
+    assert total.backends == {ON_CPU: 2, "reference": 1} and total.backends["hopper"] == 0
 
 
 def test_without_prometheus(monkeypatch):

@@ -182,7 +182,8 @@ def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep
 
     Under more than a band it goes by lists of tiles. The keys before the first that a band shows are cut off, and its
     blocks count from there; its tiles may begin 64 or 128 rows before the first query (`Variant.from_end`): here both
-    count from 0, which is at most a block of keys more a tile.
+    count from 0, which is at most a block of keys more a tile under a causal mask, and up to two more or fewer under a
+    window.
     """
     from onchip.backends.hopper.variant import packs
 

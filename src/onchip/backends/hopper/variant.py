@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     right: bool  # a band bounded to the right
     left: bool  # a band bounded to the left
     from_end: bool  # warpgroups without queries are in the first tile, which is the shortest, not in the last
-    uneven: bool  # a bound to the right ends warpgroups of a tile at different blocks
+    uneven: bool  # under a bound to the right, a tile with more queries than a block has keys: see `work.own_edges`
     edges: bool  # some blocks of a visit are masked, as `Tile` says; of a band, beside the first one
     modified: bool  # scores change before the softmax
     share_q: bool  # the output leaves through the queries' shared memory
@@ -54,7 +54,10 @@ def variant(
         exact = not (divisor[0] % tile_q or divisor[1] % tile_n or problem.seqlen_k % tile_n)
     edges = right or left or not (band_only or exact)
     uneven = band_only and right and chosen.tile_m // pack > chosen.tile_n
-    from_end = band_only and right and pack == 1 and not (packed or modifies(problem))
+    from_end = band_only and right and pack == 1 and not packed
+    from_end = from_end and not modifies(
+        problem
+    )  # a mod may look up a table by the query, which is never below 0
     from_end = from_end and 0 < problem.seqlen_q % chosen.tile_m <= chosen.tile_m - 64
     fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(

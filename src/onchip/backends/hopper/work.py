@@ -34,8 +34,8 @@ class Work(NamedTuple):
 class Tile:
     """A tile of queries and the blocks of keys it visits, from the last to the first or in a list's order.
 
-    Blocks [0, partial) and [full, blocks) of the visit are masked. Keys count from `origin`; `seen_k` of them are
-    loaded.
+    Blocks [0, partial) and [full, blocks) of the visit are masked, for a warpgroup as `own_edges` says. Rows below 0
+    are none (`Variant.from_end`). Keys count from `origin`; `seen_k` of them are loaded.
     A band shows key k to query q iff first <= k - q <= end, where it is bounded.
     """
 
@@ -177,10 +177,9 @@ def tile_at(t, work: Work, C: Variant):
 @gluon.jit
 def own_edges(tile, W: gl.constexpr, C: Variant):
     """The tile for a warpgroup, whose own rows may see a block to its end where the tile's first rows do not."""
-    whole = (
-        tile.row0 + W * 64 // C.pack + tile.end + 1
-    ) // C.tile_n  # that the first of them sees to the end
-    whole = gl.minimum(whole, tile.seen_k // C.tile_n)  # the tail needs the mask
+    first_row = tile.row0 + W * 64 // C.pack
+    # Blocks that this row, and so all of them, sees to the end; the tail of the keys needs the mask.
+    whole = gl.minimum((first_row + tile.end + 1) // C.tile_n, tile.seen_k // C.tile_n)
     partial = gl.minimum(tile.partial, tile.last + 1 - whole)
     return Tile(tile.b, tile.head, tile.row0, tile.q_start, tile.k_start, tile.q_len, tile.k_len, tile.origin,
                 tile.seen_k, tile.first, tile.end, partial, tile.full, tile.blocks, tile.last)  # fmt: skip
@@ -188,7 +187,8 @@ def own_edges(tile, W: gl.constexpr, C: Variant):
 
 @gluon.jit
 def sees_nothing(tile, W: gl.constexpr, C: Variant):
-    """Whether a tile's first block of keys lies behind all that a warpgroup's own rows see. Never the last one's."""
+    """Whether a tile's first block of keys lies behind all that a warpgroup's own rows see; the last one's are not
+    asked, as they see some of it wherever the tile sees anything."""
     if C.uneven and C.warpgroups - 1 != W:
         last_row = tile.row0 + (W * 64 + 63) // C.pack
         nothing = tile.last * C.tile_n > last_row + tile.end
