@@ -20,7 +20,7 @@ MEASURED = (
 # Bytes of registers in memory: outside the loops, values that are read once a tile beside 64 to 128 accumulators.
 SPILLS, SPILLS_LATER = 160, 352
 # Accesses to them in a loop, where there may be any: three warpgroups leave 160 registers a thread.
-IN_LOOPS_LATER = {"d64 window long": 14}
+IN_LOOPS_LATER = {"d64 window long": 14, "d64 causal long": 7}
 SHARES = 2
 
 
