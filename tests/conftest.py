@@ -60,7 +60,7 @@ def backend(request, monkeypatch):
     if request.param != "cpu in small tiles":
         return request.param
     from onchip.backends import cpu
-    from onchip.schedule import Tiles
+    from onchip.tiles import Tiles
 
     monkeypatch.setattr(cpu, "tiles", lambda problem: Tiles(32, 64))
     return "cpu"

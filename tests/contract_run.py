@@ -22,7 +22,7 @@ from contract_masks import MASKS, Masked, Shape, full_truth
 from contract_numerics import rooms
 from contract_scores import SCORES, Scored
 from onchip import select
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from onchip.bench.cases import Case, mask_text, parse_mask
 from onchip.bench.files import load, save
 from onchip.bench.timing import Regime
 from onchip.mask import Region
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 FAST = Regime(repeats=2, least=0.0)
 SMALL = {"seqlen_q": 40, "heads_q": 2, "dim": 8}

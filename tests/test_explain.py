@@ -13,7 +13,7 @@ from onchip import cli, devices, orders, steps, traffic
 from onchip.backends.triton import planning
 from onchip.explain import build, figures, tiling
 from onchip.layout import Dense
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 ROOT = Path(__file__).parent.parent
 COPY = ROOT / "docs" / "explain.html"

@@ -9,7 +9,7 @@ import onchip
 from contract_masks import MASKS, Shape
 from contract_scores import SCORES
 from onchip.backends import cpu
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 @pytest.fixture(autouse=True)

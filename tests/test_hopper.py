@@ -8,14 +8,14 @@ import torch
 
 import onchip
 from contract_masks import MASKS, Shape
-from onchip import problem as problems, rules, select
+from onchip import problem as problems, select
 from onchip.backends import hopper
 from onchip.backends.hopper.table import TABLE, config, kind, padded
 from onchip.backends.hopper.unseen import hides, unseen, unseen_now, without_unseen
 from onchip.backends.hopper.variant import grain, packs, sections, variant
 from onchip.layout import Varlen
 from onchip.problem import Operands
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 def state(q_shape=(2, 100, 4, 64), k_shape=None, mask=None, score=None, dtype=torch.bfloat16, **options):
@@ -94,7 +94,7 @@ def test_every_row_of_the_table_fits():
         for dims in ((dim, dim), (dim, 64), (64, dim)):
             problem = state((1, 300, 1, dims[0]))
             problem = dataclasses.replace(problem, dim_v=dims[1])
-            made = variant(problem, rules.Band(), row, 1)
+            made = variant(problem, row, 1)
             assert row.shared_memory(*dims, made.share_q) + 1024 <= 232448, (dims, row)
             halved = 2 * made.held == made.dim == made.dim_v
             assert not made.share_q or halved, "an output of other halves than the queries"
@@ -121,10 +121,10 @@ def test_kinds_of_problems():
 )
 def test_variants(mask, expected):
     problem = state(mask=mask)
-    made = variant(problem, mask.band or rules.Band(), config(problem), 1)
+    made = variant(problem, config(problem), 1)
     assert {name: getattr(made, name) for name in expected} == expected
     whole = state((1, 256, 1, 64))
-    assert not variant(whole, rules.Band(), config(whole), 1).masked, "no mask and no tail"
+    assert not variant(whole, config(whole), 1).masked, "no mask and no tail"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_variants(mask, expected):
 def test_where_queries_are_missing(seqlen, dim, mask, from_end):
     """Whole warpgroups, in the first tile, where a band makes it the shortest."""
     problem = state((1, seqlen, 2, dim), mask=mask)
-    made = variant(problem, mask.band or rules.Band(), config(problem), 1)
+    made = variant(problem, config(problem), 1)
     assert made.from_end == from_end
 
 
@@ -165,17 +165,16 @@ def test_where_queries_are_missing(seqlen, dim, mask, from_end):
 )
 def test_where_warpgroups_of_a_tile_end_at_different_blocks(seqlen, dim, mask, pack, uneven):
     problem = state((1, seqlen, 2, dim), mask=mask)
-    assert variant(problem, mask.band or rules.Band(), config(problem), pack).uneven == uneven
+    assert variant(problem, config(problem), pack).uneven == uneven
 
 
 @pytest.mark.parametrize("change", [{"layout": "varlen"}, {"scale": -1.0}, {"score_parts": ("mod",)}])
 def test_queries_below_0_are_where_nothing_asks_for_them(change):
     """Rows of a packed sequence's neighbour, and a mod that looks up a table by the query."""
     problem = state((1, 33, 2, 256), mask=onchip.causal())
-    band = rules.Band(right=0)
-    assert variant(problem, band, config(problem), 1).from_end
-    assert not variant(dataclasses.replace(problem, **change), band, config(problem), 1).from_end
-    assert not variant(problem, band, config(problem), 2).from_end
+    assert variant(problem, config(problem), 1).from_end
+    assert not variant(dataclasses.replace(problem, **change), config(problem), 1).from_end
+    assert not variant(problem, config(problem), 2).from_end
 
 
 def test_what_is_short():
@@ -219,7 +218,7 @@ def test_blocks_of_whole_tiles_need_no_mask(tile, seqlens, others, exact):
     q, k = (torch.zeros(1, n, 4, 128, dtype=torch.float16) for n in seqlens)
     problem = onchip.plan(q, k, k, mask=mask, backend="reference").problem
     assert kind(problem) == "short" and config(problem).tile_m == config(problem).tile_n == 128
-    made = variant(problem, mask.band or rules.Band(), config(problem), 1, grain(problem, mask))
+    made = variant(problem, config(problem), 1, grain(problem, mask))
     assert (made.exact, made.masked, made.edges) == (exact, not exact, not exact)
 
 

@@ -12,7 +12,8 @@ from onchip.backends.compiled import lists
 from onchip.backends.hopper import variant
 from onchip.layout import Dense
 from onchip.problem import Operands, dense_layout, state
-from onchip.schedule import EMPTY, Tiles
+from onchip.schedule import EMPTY
+from onchip.tiles import Tiles
 
 TILES = Tiles(64, 32)
 MASKS = {
@@ -149,6 +150,33 @@ def test_hopper_s_order(name):
             wanted = wanted[::-1]
         kept = {i for i, _ in wanted}
         assert [(i, tiles) for i, tiles in found if i in kept] == wanted
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [(1217, 1217), (1185, 1500), (2048, 2048), (1217, 900), (1300, 1300)]
+)
+@pytest.mark.parametrize("name", ["causal", "top left"])
+def test_hopper_s_first_tile_lacks_rows(name, seqlen_q, seqlen_k):
+    """Its own tiles, 192 x 128 here: as `work.tile_at` has it, rows before the first query count as if they were."""
+    mask, place = MASKS[name], Dense(1, seqlen_q, seqlen_k)
+    problem = stated(seqlen_q, seqlen_k, mask)
+    (sweep,) = orders.sweeps(problem, backend="hopper", mask=mask)
+    spare = (-seqlen_q % 192) // 64 * 64
+    assert sweep.tiles == Tiles(192, 128, spare) and (spare > 0) == (seqlen_q != 1300)
+    end = rules.last_diagonal(seqlen_q, seqlen_k, mask.band)
+    seen, wanted = max(min(seqlen_k, seqlen_q + end), 0), []
+    for i in range(-(-seqlen_q // 192)):
+        band = rules.Band(top_right=end - spare)
+        lo, _, _, hi = rules.spans(i, 192, 128, seqlen_q + spare, seen, band)
+        wanted.append((i, [max(hi - 1, 0) - position for position in range(max(hi - lo, 1))]))
+    found = {}
+    for s in steps.walk(problem, place, mask, "onchip", "forward", backend="hopper"):
+        found.setdefault(s.m_block, []).append(s.n_block)
+    assert list(found.items()) == wanted[::-1]
+    keys = sum(min(128, seqlen_k - 128 * j) for _, blocks in wanted for j in blocks)
+    counted = traffic.count(problem, place, mask, backend="hopper")
+    assert counted.tensors["k"].loads == counted.tensors["v"].loads == keys * 64
+    assert counted.tensors["q"].loads == seqlen_q * 64
 
 
 def test_a_tile_of_hopper_s_that_sees_nothing_reads_one_block():

@@ -9,7 +9,7 @@ from contract_run import Case, survivors
 from onchip import dropout as dropouts
 from onchip.backends import cpu
 from onchip.mask import Region
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 def philox(key, counter):

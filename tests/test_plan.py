@@ -11,7 +11,7 @@ import onchip
 from checks import ON_CPU, qkv
 from contract_masks import MASKS, Shape, full_truth
 from onchip import devices, select, traffic
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 from test_schedule import true_kinds
 
 
@@ -500,3 +500,15 @@ def test_refusals_speak_of_the_named_device():
     ):
         with pytest.raises(NotImplementedError, match=f"on the {device} .*{reason}.*triton: float64"):
             onchip.plan(shape, shape, shape, dtype=torch.float64, device=device)
+
+
+def test_tiles_of_hopper_whose_first_one_lacks_rows():
+    """4096 queries are 21 tiles of 192 and one of 64, the first: 363 blocks of 128 keys for each head."""
+    shape = (4, 4096, 32, 64)
+    plan = onchip.plan(shape, shape, shape, mask=onchip.causal(), dtype=torch.bfloat16, device="H200")
+    assert plan.backend == "hopper" and plan.tiles == Tiles(192, 128, 128) and plan.to_json()["lead"] == 128
+    assert "tiles of 192 x 128, the first of 64 queries" in str(plan)
+    assert plan.partial + plan.full == 4 * 32 * 363
+    assert plan.passes()["forward"].tensors["k"].loads == 4 * 32 * 363 * 128 * 64
+    whole = onchip.plan(shape, shape, shape, dtype=torch.bfloat16, device="H200")
+    assert whole.tiles == Tiles(192, 128) and "the first of" not in str(whole)

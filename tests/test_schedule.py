@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -12,11 +13,13 @@ import torch
 
 import onchip
 from contract_masks import MASKS, Shape, full_truth
-from onchip import problem as problems, schedule
+from onchip import problem as problems, rules, schedule
 from onchip.inputs import varlen_layout
 from onchip.layout import Dense
+from onchip.mask import Mask, Region
 from onchip.problem import Problem
-from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+from onchip.schedule import EMPTY, FULL, PARTIAL
+from onchip.tiles import Tiles
 
 
 def state(shape, heads_k=None, masked=None):
@@ -98,6 +101,32 @@ def test_tile_map_of_packed_sequences(name):
         lens += 2 * [(0, 7), (7, 0), (0, 0), lens[0]]
         shape = Shape(*zip(*lens, strict=True), heads_q=2)
         check_schedule(shape, draw(1, 2), MASKS[name](shape), Tiles(draw(1, 30), draw(1, 30)))
+
+
+@pytest.mark.parametrize("sizes", [(24, 8, 16), (24, 16, 8), (16, 16, 15)])
+def test_a_first_tile_that_lacks_rows(sizes):
+    """Kinds, sizes and visible pairs of bands, against the elements."""
+    draw, tiles = random.Random(torch.initial_seed()), Tiles(*sizes)
+    for _ in range(60):
+        q_len, k_len = draw.randint(1, 60), draw.randint(1, 60)
+        sides = [draw.choice([None, draw.randint(-50, 50)]) for _ in range(2)]
+        band = rules.Band(*sides) if draw.random() < 0.5 else rules.Band(None, None, *sides)
+        x, y = (torch.empty(1, n, 1, 8) for n in (q_len, k_len))
+        mask, place = Mask(band), Dense(1, q_len, k_len)
+        problem = problems.state(x, y, y, place, "dense", mask, None)
+        made = schedule.build(problem, place, mask, tiles)
+        heights, widths = tiles.heights(q_len), tiles.widths(k_len)
+        assert (sum(heights), sum(widths)) == (q_len, k_len) and heights[0] == min(sizes[0] - sizes[2], q_len)
+        assert made.groups[0].kinds.shape == tiles.count(q_len, k_len) == (len(heights), len(widths))
+        area = Region(torch.tensor([0]), 0, 1, 0, q_len, 0, k_len, q_len, k_len)
+        seen = mask.allow(area).expand(1, 1, q_len, k_len)[0, 0]
+        for i, rows in enumerate(seen.split(heights)):
+            start, stop = tiles.queries(i, q_len)
+            assert torch.equal(rows, seen[start:stop])
+            for j, part in enumerate(rows.split(widths, 1)):
+                truth = FULL if part.all() else PARTIAL if part.any() else EMPTY
+                assert made.groups[0].kinds[i, j] == truth, (band, q_len, k_len, i, j)
+        assert made.pairs() == int(seen.sum())
 
 
 def test_a_tail_tile_is_full_when_all_of_it_that_exists_is_visible():
@@ -257,7 +286,8 @@ MEASURE = """
     from onchip import problem as problems, schedule
     from onchip.layout import Dense
     from onchip.mask import Region
-    from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+    from onchip.schedule import EMPTY, FULL, PARTIAL
+    from onchip.tiles import Tiles
 
     torch.set_num_threads(1)
     N = {n}

@@ -12,7 +12,8 @@ from onchip import orders, problem as problems, steps, traffic
 from onchip.backends.cpu import native, tiled
 from onchip.layout import Dense
 from onchip.mask import Region
-from onchip.schedule import PARTIAL, Tiles
+from onchip.schedule import PARTIAL
+from onchip.tiles import Tiles
 from test_schedule import state, true_kinds
 
 

@@ -15,8 +15,9 @@ from onchip.layout import Layout
 from onchip.mask import Mask
 from onchip.orders import TENSORS, Sweep
 from onchip.problem import Problem
-from onchip.schedule import EMPTY, FULL, Group, Schedule, Tiles
+from onchip.schedule import EMPTY, FULL, Group, Schedule
 from onchip.stored import Stored
+from onchip.tiles import Tiles
 
 Held = dict[str, tuple[Stored, ...]]  # of `stored.tensors`
 
@@ -117,16 +118,13 @@ def cells(problem: Problem, layout: Layout, mask: Mask, sweep: Sweep) -> list[Ce
     return found
 
 
-def tile_lengths(length: int, tile: int) -> Tensor:
-    """The length of each tile, the last one cut."""
-    start = torch.arange(0, length, tile, device="cpu")
-    return (start + tile).clamp(max=length) - start
-
-
 def area(chosen: Tensor, q_len: int, k_len: int, tiles: Tiles) -> int:
     """Pairs of the chosen tiles, for one head."""
-    rows = chosen.cpu().long() @ tile_lengths(k_len, tiles.tile_n)
-    return int(rows @ tile_lengths(q_len, tiles.tile_m))
+    return int(chosen.cpu().long() @ _numbers(tiles.widths(k_len)) @ _numbers(tiles.heights(q_len)))
+
+
+def _numbers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.long, device="cpu")
 
 
 def moves(
@@ -173,8 +171,8 @@ def _by_side(problem: Problem, layout: Layout, sweep: Sweep, own: list[Cell]) ->
             _add(visit["s"], cell.q_len * cell.k_len * heads, m_blocks * n_blocks * heads)
             continue
         seen_tiles = cell.visited.long()
-        height = tile_lengths(cell.q_len, sweep.tiles.tile_m)
-        width = tile_lengths(cell.k_len, sweep.tiles.tile_n)
+        height = _numbers(sweep.tiles.heights(cell.q_len))
+        width = _numbers(sweep.tiles.widths(cell.k_len))
         by_row, by_key, count = seen_tiles.sum(1), seen_tiles.sum(0), int(seen_tiles.sum())
         _add(visit["q"], int(by_row @ height) * heads, count * heads)
         _add(visit["k"], int(by_key @ width) * heads_k, count * heads_k)
@@ -230,8 +228,8 @@ def _paired(problem: Problem, sweep: Sweep, own: list[Cell], name: str, stored: 
 def _extent(cell: Cell, seen: Tensor, sweep: Sweep, by_row: bool, by_key: bool) -> tuple[Tensor, Tensor]:
     """Queries and keys of each chosen tile [m_blocks, n_blocks], 1 where a tensor repeats them, 0 in the others."""
     chosen = seen.long()
-    height = tile_lengths(cell.q_len, sweep.tiles.tile_m)[:, None] if by_row else 1
-    width = tile_lengths(cell.k_len, sweep.tiles.tile_n) if by_key else 1
+    height = _numbers(sweep.tiles.heights(cell.q_len))[:, None] if by_row else 1
+    width = _numbers(sweep.tiles.widths(cell.k_len)) if by_key else 1
     return chosen * height, chosen * width
 
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from onchip import select
 from onchip.backends import Backend
 from onchip.problem import Operands, Problem, Saved, resolved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 INPUTS = ("q", "k", "v", "bias", "alibi", "sink")
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import _FlopCounterMode, flop_registry, register_f
 from onchip import ops, spec, traffic  # noqa: F401  (ops defines the operators)
 from onchip.mask import Mask
 from onchip.problem import Problem
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 _TILES = Tiles(256, 256)  # pairs are the same for any
 

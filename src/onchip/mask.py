@@ -331,9 +331,10 @@ class Mask:
         return tuple(name for name in kinds if getattr(self, name) not in (None, ()))
 
     @cached_property
-    def windowed(self) -> bool:
-        """Whether a band hides keys to the left, too, so that the length of a query's keys has a bound."""
-        return self.band is not None and (self.band.left, self.band.top_left) != (None, None)
+    def bounded(self) -> tuple[bool, bool]:
+        """Whether a band hides keys to the left, and to the right."""
+        band = self.band or rules.Band()
+        return (band.left, band.top_left) != (None, None), (band.right, band.top_right) != (None, None)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

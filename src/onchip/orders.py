@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from onchip import select
 from onchip.mask import Mask
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 if TYPE_CHECKING:
     from onchip.problem import Problem

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onchip import orders, select
 from onchip.mask import Mask
 from onchip.orders import Sweep
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 if TYPE_CHECKING:
     from onchip.problem import Problem
@@ -181,15 +181,13 @@ def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep
     """backends/hopper: query tiles outside, the longest of a causal mask first, each from its last keys to its first.
 
     Under more than a band it goes by lists of tiles. The keys before the first that a band shows are cut off, and its
-    blocks count from there; its tiles may begin 64 or 128 rows before the first query (`Variant.from_end`): here both
-    count from 0, which is at most a block of keys more a tile under a causal mask, and up to two more or fewer under a
-    window.
+    blocks count from there: they are counted from key 0 here.
     """
     from onchip.backends.hopper.variant import packs
 
     found = tiles or select.load("hopper").tiles(problem)
     pack = packs(problem, found.tile_m, by_head)
-    own, listed = Tiles(max(found.tile_m // pack, 1), found.tile_n), _listed(problem)
+    own, listed = Tiles(max(found.tile_m // pack, 1), found.tile_n, found.lead), _listed(problem)
     stores, products = ("out", "lse"), ("dim", "dim_v")
     return (
         Sweep(

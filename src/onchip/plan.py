@@ -15,8 +15,9 @@ from onchip import plan_report, problem as problems, schedule, select, stand_ins
 from onchip.layout import Cache, Layout
 from onchip.mask import Mask
 from onchip.problem import Problem, check_types
-from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+from onchip.schedule import EMPTY, FULL, PARTIAL
 from onchip.score import Score
+from onchip.tiles import Tiles
 from onchip.units import dtype_name
 
 # The model and the devices are imported where a plan is made: `import onchip` is a quarter quicker without them.
@@ -161,6 +162,7 @@ class Plan:
             "backend": self.backend,
             "refusals": self.refusals,
             "tiles": [self.tiles.tile_m, self.tiles.tile_n],
+            "lead": self.tiles.lead,
             **{name: getattr(self, name) for name in counts},
             "dense_memory": self.dense_memory,
             "lower_bound": self.lower_bound,

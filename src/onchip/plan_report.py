@@ -9,6 +9,7 @@ from onchip.units import dtype_name, duration, operations, size
 
 if TYPE_CHECKING:
     from onchip.plan import Plan
+    from onchip.tiles import Tiles
     from onchip.traffic import Traffic
 
 
@@ -24,7 +25,7 @@ def lines(plan: Plan) -> list[str]:
     return [
         f"attention  {_shape(plan)}, heads {p.heads_q}/{p.heads_k}, dim {p.dim}/{p.dim_v}, "
         f"{dtype_name(p.dtype)} on {plan.device_name or p.device}",
-        f"backend    {_kind(plan.backend)}, tiles of {plan.tiles.tile_m} x {plan.tiles.tile_n}",
+        f"backend    {_kind(plan.backend)}, tiles of {plan.tiles.tile_m} x {plan.tiles.tile_n}{_first(plan.tiles)}",
         *(
             f"           not {name}: {reason}"
             for name, reason in plan.refusals.items()
@@ -122,6 +123,10 @@ def _others(plan: Plan) -> list[str]:
         *(f"others     {step}: {text}" for step, text in moved.items()),
         f"bound      forward: {bound}, N^2 d^2 / M for {SRAM >> 10} KiB of SRAM; no exact algorithm is below its order",
     ]
+
+
+def _first(tiles: Tiles) -> str:
+    return f", the first of {tiles.tile_m - tiles.lead} queries" if tiles.lead else ""
 
 
 def _kind(backend: str) -> str:

@@ -44,7 +44,7 @@ class Problem:
     mask_parts: tuple[str, ...] = ()
     score_parts: tuple[str, ...] = ()
     blocks: tuple[int, int] | None = None  # tile of a block-sparse mask
-    windowed: bool = False  # the mask's band is bounded to the left, too
+    bounded: tuple[bool, bool] = (False, False)  # the mask's band, to the left and to the right
     k_bounded: bool = False  # seqlen_k is only a bound: the lengths of a cache are on the device
 
     def __hash__(self) -> int:  # kept: a problem is the key of what each call looks up
@@ -148,7 +148,7 @@ def state(
     problem = _problem(
         kind, layout.batch, layout.seqlen_q, layout.seqlen_k, q.shape[-2], k.shape[-2], dim, v.shape[-1], q.dtype,
         device or q.device.type, check_scale(scale, dim), check_dropout(dropout), deterministic, num_splits, mask.names,
-        score.names, _block_tile(mask), mask.windowed, kind in ("cache", "paged") and q.device.type != "cpu",
+        score.names, _block_tile(mask), mask.bounded, kind in ("cache", "paged") and q.device.type != "cpu",
     )  # fmt: skip
     check_fit(problem, mask, score)
     return problem
@@ -192,7 +192,7 @@ def dense(
     mask, score = check_types(mask, score)
     place, problem = _dense(
         (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), mask.names,
-        score.names, _block_tile(mask), mask.windowed, scale, dropout, deterministic,
+        score.names, _block_tile(mask), mask.bounded, scale, dropout, deterministic,
     )  # fmt: skip
     check_fit(problem, mask, score)
     return place, problem
@@ -206,7 +206,7 @@ def _dense(
     mask_parts: tuple[str, ...],
     score_parts: tuple[str, ...],
     blocks: tuple[int, int] | None,
-    windowed: bool,
+    bounded: tuple[bool, bool],
     scale: Any,
     dropout: Any,
     deterministic: bool,
@@ -217,7 +217,7 @@ def _dense(
     problem = _problem(
         "dense", place.batch, place.seqlen_q, place.seqlen_k, q[2], shapes[1][2], q[3], v[3], dtypes[0],
         devices[0].type, check_scale(scale, q[3]), check_dropout(dropout), deterministic, 0, mask_parts,
-        score_parts, blocks, windowed,
+        score_parts, blocks, bounded,
     )  # fmt: skip
     return place, problem
 

@@ -22,6 +22,7 @@ from onchip.layout import Layout
 from onchip.mask import Blocks, Documents, Mask, Part, Region, Rows, Union
 from onchip.plain import on_tensors
 from onchip.problem import Problem
+from onchip.tiles import Tiles
 
 T = TypeVar("T")
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -30,17 +31,6 @@ _OPEN = 3  # its parts do not decide it
 # Elements of one look at a stretch of a tile row: about 32 MiB of int64 temporaries.
 _LOOK = 1 << 22
 _KEEP = 64  # of each mask: some 7 a shape of a training or serving loop, lists and launches of its passes
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Queries and keys of one tile."""
-
-    tile_m: int
-    tile_n: int
-
-    def count(self, q_len: int, k_len: int) -> tuple[int, int]:
-        return -(-q_len // self.tile_m), -(-k_len // self.tile_n)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,11 +239,17 @@ def _band_kinds(band: rules.Band, region: Region, tiles: Tiles) -> Tensor:
     m_blocks, n_blocks = tiles.count(region.q_len, region.k_len)
     device = region.batch.device
     i, j = torch.arange(m_blocks, device=device)[:, None], torch.arange(n_blocks, device=device)
-    spans = on_tensors(rules.spans)(i, tiles.tile_m, tiles.tile_n, region.q_len, region.k_len, band)
-    lo, full_lo, full_hi, hi = spans  # numbers, or [m_blocks, 1]
-    kinds = torch.where((lo <= j) & (j < hi), PARTIAL, EMPTY)
-    kinds = torch.where((full_lo <= j) & (j < full_hi), FULL, kinds)
-    return kinds.to(torch.uint8).expand(1, 1, m_blocks, n_blocks)
+
+    def kinds(i: Any, tile_m: int, q_len: int, band: rules.Band) -> Tensor:
+        spans = on_tensors(rules.spans)(i, tile_m, tiles.tile_n, q_len, region.k_len, band)
+        lo, full_lo, full_hi, hi = spans  # numbers, or [m_blocks, 1]
+        found = torch.where((lo <= j) & (j < hi), PARTIAL, EMPTY)
+        return torch.where((full_lo <= j) & (j < full_hi), FULL, found).to(torch.uint8)
+
+    found = kinds(i, tiles.tile_m, region.q_len + tiles.lead, tiles.led(band, region.q_len, region.k_len))
+    if tiles.lead:  # whose first rows are none
+        found = torch.where(i == 0, kinds(0, tiles.tile_m - tiles.lead, region.q_len, band), found)
+    return found.expand(1, 1, m_blocks, n_blocks)
 
 
 def _row_kinds(rows: Rows, region: Region, tiles: Tiles) -> Tensor:
@@ -314,7 +310,8 @@ def _look(mask: Mask, region: Region, tiles: Tiles, i: int, kinds: Tensor) -> No
     open_tiles = (kinds == _OPEN).flatten(0, 1).any(0).nonzero().flatten().tolist()
     if not open_tiles:
         return
-    height = min(tiles.tile_m, region.q_len - i * tiles.tile_m)
+    q0, q1 = tiles.queries(i, region.q_len)
+    height = q1 - q0
     sequences, heads = kinds.shape[:2]
     if sequences * heads * height * tiles.tile_n > _LOOK and sequences * heads > 1:
         axis = 0 if sequences >= heads else 1
@@ -350,8 +347,8 @@ def _stretches(numbers: list[int], longest: int) -> Iterator[tuple[int, int]]:
 
 
 def _tile_region(region: Region, tiles: Tiles, i: int, start: int, stop: int) -> Region:
-    q0, k0 = i * tiles.tile_m, start * tiles.tile_n
-    q1, k1 = min(q0 + tiles.tile_m, region.q_len), min(stop * tiles.tile_n, region.k_len)
+    (q0, q1), k0 = tiles.queries(i, region.q_len), start * tiles.tile_n
+    k1 = min(stop * tiles.tile_n, region.k_len)
     return Region(region.batch, region.head0, region.head1, q0, q1, k0, k1, region.q_len, region.k_len)
 
 

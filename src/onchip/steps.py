@@ -16,9 +16,10 @@ from onchip.layout import Layout
 from onchip.mask import Mask, Region
 from onchip.orders import ALGORITHMS, SRAM, STEPS, TENSORS, Sweep
 from onchip.problem import Problem
-from onchip.schedule import FULL, Group, Tiles
+from onchip.schedule import FULL, Group
 from onchip.score import Score
 from onchip.stored import Stored
+from onchip.tiles import Tiles
 
 LIMIT = 100_000  # tiles of an algorithm in one JSON
 
@@ -146,7 +147,7 @@ def _sweep(
 ) -> Iterator[Move]:
     groups = amounts.built(problem, layout, mask, sweep).groups
     group = next(g for g in groups if g.head0 <= head < g.head1 and bool((g.batch == sequence).any()))
-    heights, widths = _sizes(group.q_len, sweep.tiles.tile_m), _sizes(group.k_len, sweep.tiles.tile_n)
+    heights, widths = sweep.tiles.heights(group.q_len), sweep.tiles.widths(group.k_len)
     looked = amounts.looked(sweep, group).tolist()
     grid = _Grid(problem, sweep, heights, widths, _visits(sweep, group), looked, held)
     outer = range(len(grid.visits))
@@ -202,10 +203,6 @@ def _outer(grid: _Grid, i: int, last: dict[int, int], done: set[int]) -> Iterato
             now |= store
         yield (*grid.place(i, j), load, now)
         load = {}
-
-
-def _sizes(length: int, tile: int) -> list[int]:
-    return [min(tile, length - start) for start in range(0, length, tile)]
 
 
 def kinds(
@@ -296,6 +293,7 @@ def _algorithm(
                 "name": sweep.name,
                 "outer": sweep.outer,
                 "tiles": [sweep.tiles.tile_m, sweep.tiles.tile_n],
+                "lead": sweep.tiles.lead,
                 "every": sweep.every,
                 "kinds": kinds(problem, layout, mask, sweep.tiles),
             }

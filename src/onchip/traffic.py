@@ -29,8 +29,9 @@ from onchip.layout import Layout, Varlen
 from onchip.mask import Mask
 from onchip.orders import ALGORITHMS, SRAM, STEPS
 from onchip.problem import Operands, Problem
-from onchip.schedule import EMPTY, FULL, Tiles
+from onchip.schedule import EMPTY, FULL
 from onchip.score import Score
+from onchip.tiles import Tiles
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from onchip.backends.triton import backward_pass, forward_pass, planning
 from onchip.backends.triton.table import Config
 from onchip.layout import Cache, Varlen
 from onchip.problem import Operands, Saved
-from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+from onchip.schedule import EMPTY, FULL, PARTIAL
+from onchip.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, Q_LEN, K_LEN = 2, 2, 70, 90

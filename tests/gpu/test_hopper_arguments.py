@@ -6,7 +6,7 @@ import onchip
 from onchip import problem as problems
 from onchip.backends.compiled import arguments, intervals, lists
 from onchip.problem import Operands
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 def operands(mask=None, score=None, seqlen=40):

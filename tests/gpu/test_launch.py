@@ -16,7 +16,7 @@ from onchip.backends.hopper import launch as hopper
 from onchip.backends.triton import backward_pass, forward_pass
 from onchip.inputs import varlen_layout
 from onchip.problem import Operands, Saved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FREE = {"new", "lse_stride", "seed_lo", "seed_hi"}  # do_not_specialize: of any value

@@ -6,6 +6,7 @@ import torch
 import onchip
 from onchip import capture, problem as problems, schedule
 from onchip.backends.compiled import lists
+from onchip.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -108,7 +109,7 @@ def test_what_a_mask_without_tensors_shows_lasts_in_a_graph(monkeypatch):
 
 def test_the_longest_rows_come_first_and_stay_so(monkeypatch):
     """Each list's own, kept with the mask; in a capture those of before, where the mask has no tensor."""
-    tiles = schedule.Tiles(16, 32)
+    tiles = Tiles(16, 32)
     q, k, v = (torch.randn(2, 200, 2, 16, device=DEVICE) for _ in range(3))
     limit = torch.tensor([3], device=DEVICE)
     for mask, lasts in (

@@ -7,7 +7,7 @@ import onchip
 from onchip import devices, orders, steps, traffic
 from onchip.explain import build, figures, tiling
 from onchip.layout import Dense
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 pytest_plugins = ["explain_browser"]
 COLOURS = {"tile": (229, 72, 77), "scores": (217, 119, 6), "weights": (139, 92, 246), "out": (46, 158, 91)}

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from onchip.problem import Grads, Operands, Output, Problem, Saved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 class Backend(Protocol):

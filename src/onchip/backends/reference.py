@@ -16,7 +16,7 @@ from onchip.dropout import keep
 from onchip.mask import Region
 from onchip.plain import on_tensors
 from onchip.problem import Grads, Operands, Output, Problem, Saved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 def refuse(problem: Problem) -> str | None:

@@ -17,7 +17,7 @@ from onchip.bench import peers, report
 from onchip.bench.cases import Case
 from onchip.bench.run import about, run, stated
 from onchip.bench.timing import Regime, measure
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 # GPT-2 medium: batch 64, 16 heads, N = 1024, d = 64, fp16. A CPU takes one sequence of float32.
 GPU = Case("GPT-2 medium", batch=64, seqlen_q=1024, heads_q=16, dim=64, dtype="float16", what="both")

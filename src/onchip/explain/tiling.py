@@ -18,7 +18,7 @@ from onchip.bench.cases import parse_mask
 from onchip.layout import Dense
 from onchip.mask import Mask
 from onchip.problem import Problem, dense_layout, state
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 # "onchip" is the backend that stands for it on the page, "hopper" its forward pass for Hopper GPUs beside Triton's.
 ALGORITHMS = ("standard", "flash1", "flash2", "onchip", "hopper")

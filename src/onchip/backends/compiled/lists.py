@@ -11,7 +11,8 @@ from torch import Tensor
 from onchip import capture, rules, schedule
 from onchip.mask import Region
 from onchip.problem import Operands, Problem
-from onchip.schedule import EMPTY, FULL, PARTIAL, Tiles
+from onchip.schedule import EMPTY, FULL, PARTIAL
+from onchip.tiles import Tiles
 
 T = TypeVar("T")
 

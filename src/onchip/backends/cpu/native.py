@@ -22,8 +22,8 @@ from onchip.layout import Dense, Varlen
 from onchip.mask import Mask
 from onchip.problem import Grads, Operands, Output, Problem, Saved
 from onchip.rules import Band
-from onchip.schedule import Tiles
 from onchip.score import Score
+from onchip.tiles import Tiles
 
 status = isas.status  # what `onchip doctor` says
 

@@ -21,7 +21,8 @@ from onchip.backends.cpu import room
 from onchip.backends.cpu.scores import LN2, LOG2E, Grid, ScoreGrads
 from onchip.backends.cpu.trace import load, store
 from onchip.problem import Grads, Operands, Output, Problem, Saved
-from onchip.schedule import Group, Tiles
+from onchip.schedule import Group
+from onchip.tiles import Tiles
 
 # Scores in flight at once: 2^19 fp32 are 2 MiB, which stays in a core's L2 with its operands.
 _SCORES = 1 << 19

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.problem import Grads, Operands, Output, Problem, Saved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 BACKWARD = "triton"  # the backend of the backward pass
 
@@ -85,9 +85,10 @@ def refuse_shape(problem: Problem) -> str | None:
 
 def tiles(problem: Problem) -> Tiles:
     from onchip.backends.hopper.table import config
+    from onchip.backends.hopper.variant import lead, packs
 
     chosen = config(problem)
-    return Tiles(chosen.tile_m, chosen.tile_n)
+    return Tiles(chosen.tile_m, chosen.tile_n, lead(problem, chosen, packs(problem, chosen.tile_m, False)))
 
 
 def extra_memory(

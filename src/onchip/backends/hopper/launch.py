@@ -23,7 +23,7 @@ from onchip.backends.hopper.unseen import without_unseen
 from onchip.backends.hopper.variant import Variant, grain, packs, sections, variant
 from onchip.layout import Varlen
 from onchip.problem import Operands, Output, Problem
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -115,12 +115,10 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def plan(
-    problem: Problem, band: rules.Band, by_head: bool, index: int, divisor: tuple[int, int] | None = None
-) -> Plan:
+def plan(problem: Problem, by_head: bool, index: int, divisor: tuple[int, int] | None = None) -> Plan:
     chosen = config(problem)
     pack = packs(problem, chosen.tile_m, by_head)
-    C = variant(problem, band, chosen, pack, divisor)
+    C = variant(problem, chosen, pack, divisor)
     heads = problem.heads_q // pack
     m_blocks = -(-problem.seqlen_q // (chosen.tile_m // pack))
     n_tiles = m_blocks * heads * problem.batch
@@ -174,7 +172,7 @@ class Attend:
         mask, band = operands.mask, operands.mask.band or rules.Band()
         parts = set(problem.mask_parts) - {"band"}
         by_head, index = bool(parts) and mask.dependence(problem)[1], operands.q.device.index or 0
-        made = plan(problem, band, by_head, index, grain(problem, mask))
+        made = plan(problem, by_head, index, grain(problem, mask))
         C = made.C
         tiles_of, order, width, function, mask_args, rows_of = None, None, 0, None, None, Rows()
         self.problem, self.made, self.looks, self.cut = problem, made, bool(parts), None

@@ -100,7 +100,7 @@ def kind(problem: Problem) -> str:
     # Tiles of 192 queries pay under a causal mask as they do under none, where its first tile takes the rows that are
     # missing (`Variant.from_end`). Packed sequences end anywhere, and of other masks, windows among them, tiles of 192
     # compute more that is hidden.
-    causal = problem.mask_parts == ("band",) and problem.layout == "dense" and not problem.windowed
+    causal = problem.mask_parts == ("band",) and problem.layout == "dense" and not problem.bounded[0]
     return "short" if problem.seqlen_q <= (1024 if causal or not problem.mask_parts else 4096) else "long"
 
 

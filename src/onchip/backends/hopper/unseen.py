@@ -12,7 +12,8 @@ from onchip.capture import capturing
 from onchip.layout import Varlen
 from onchip.mask import Mask, Region
 from onchip.problem import Operands, Problem
-from onchip.schedule import FULL, PARTIAL, Tiles
+from onchip.schedule import FULL, PARTIAL
+from onchip.tiles import Tiles
 
 _LOOK = 1 << 22  # pairs of a mask looked at at once
 

@@ -3,7 +3,6 @@
 import math
 from typing import NamedTuple
 
-from onchip import rules
 from onchip.backends.hopper.table import Config, modifies, padded
 from onchip.mask import Mask
 from onchip.problem import Problem
@@ -38,15 +37,12 @@ class Variant(NamedTuple):
     share_q: bool  # the output leaves through the queries' shared memory
 
 
-def variant(
-    problem: Problem, band: rules.Band, chosen: Config, pack: int, divisor: tuple[int, int] | None = None
-) -> Variant:
+def variant(problem: Problem, chosen: Config, pack: int, divisor: tuple[int, int] | None = None) -> Variant:
     """`divisor`: of the blocks, as `grain` says."""
     packed = problem.layout == "varlen"
     band_only = not set(problem.mask_parts) - {"band"}
     dim, dim_v = padded(problem.dim), padded(problem.dim_v)
-    right = (band.right, band.top_right) != (None, None)
-    left = (band.left, band.top_left) != (None, None)
+    left, right = problem.bounded
     held = min(chosen.held, dim)
     exact = False
     if divisor is not None:
@@ -54,11 +50,6 @@ def variant(
         exact = not (divisor[0] % tile_q or divisor[1] % tile_n or problem.seqlen_k % tile_n)
     edges = right or left or not (band_only or exact)
     uneven = band_only and right and chosen.tile_m // pack > chosen.tile_n
-    from_end = band_only and right and pack == 1 and not packed
-    from_end = from_end and not modifies(
-        problem
-    )  # a mod may look up a table by the query, which is never below 0
-    from_end = from_end and 0 < problem.seqlen_q % chosen.tile_m <= chosen.tile_m - 64
     fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(
         warpgroups=chosen.warpgroups,
@@ -77,12 +68,21 @@ def variant(
         masked=packed or (bool(problem.mask_parts) and not exact) or problem.seqlen_k % chosen.tile_n != 0,
         right=right,
         left=left,
-        from_end=from_end,
+        from_end=lead(problem, chosen, pack) > 0,
         uneven=uneven,
         edges=edges,
         modified=modifies(problem),
         share_q=not fits,
     )
+
+
+def lead(problem: Problem, chosen: Config, pack: int) -> int:
+    """Rows of whole warpgroups that the first tile has before the first query, where a band makes it the shortest."""
+    band_only = problem.mask_parts == ("band",) and problem.layout == "dense"
+    # A mod may look up a table by the query, which is never below 0.
+    if not band_only or not problem.bounded[1] or pack > 1 or modifies(problem):
+        return 0
+    return -problem.seqlen_q % chosen.tile_m // 64 * 64
 
 
 def grain(problem: Problem, mask: Mask) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from onchip.inputs import Rotary
 from onchip.layout import Cache
 from onchip.problem import Grads, Operands, Output, Problem, Saved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 _INTERPRETED = (
     os.environ.get("TRITON_INTERPRET") == "1"

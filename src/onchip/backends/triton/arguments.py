@@ -18,7 +18,7 @@ from onchip.backends.triton.parts import Drop, Place, View
 from onchip.backends.triton.planning import device_facts
 from onchip.layout import Cache, Dense, Layout
 from onchip.problem import Operands, Problem
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 _DENSE, _PLAIN = Place(), Scores()
 

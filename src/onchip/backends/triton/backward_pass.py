@@ -19,7 +19,7 @@ from onchip.backends.triton.planning import device_facts, key_passes, modifies, 
 from onchip.backends.triton.table import Config, config
 from onchip.layout import Varlen
 from onchip.problem import Grads, Operands, Problem, Saved
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 def backward(problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None) -> Grads:

@@ -17,7 +17,7 @@ from onchip.backends.compiled.launch import INTERPRETED
 from onchip.backends.triton.table import Config, Facts, config, modifies, packs, separate
 from onchip.mask import Mask
 from onchip.problem import Operands, Problem
-from onchip.schedule import Tiles
+from onchip.tiles import Tiles
 
 
 @lru_cache(maxsize=16)
