@@ -193,7 +193,10 @@ def decode(record: list[dict], repeats: int, pause: float) -> None:
 
 
 def host(record: list[dict], repeats: int) -> None:
-    """Microseconds of host time a call, on a problem whose kernels are shorter than that, of rounds in turn."""
+    """Microseconds of host time a call, on a problem whose kernels are shorter than that, of rounds in turn.
+
+    Hosts differ: beside the calls stands a loop of Python alone.
+    """
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
@@ -201,6 +204,7 @@ def host(record: list[dict], repeats: int) -> None:
         "onchip": lambda: attention(q, k, v, mask=None),
         "onchip_grad": lambda: attention(*leaves),
         "sdpa": lambda: F.scaled_dot_product_attention(*heads_first),
+        "a Python loop over 1000 numbers": lambda: [x for x in range(1000) if x < 0],
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):

@@ -512,3 +512,8 @@ def test_tiles_of_hopper_whose_first_one_lacks_rows():
     assert plan.passes()["forward"].tensors["k"].loads == 4 * 32 * 363 * 128 * 64
     whole = onchip.plan(shape, shape, shape, dtype=torch.bfloat16, device="H200")
     assert whole.tiles == Tiles(192, 128) and "the first of" not in str(whole)
+    few, long = (1, 33, 2, 64), (1, 1024, 2, 64)  # all of them in the one tile that there is
+    one = onchip.plan(
+        few, long, long, mask=onchip.causal(), dtype=torch.bfloat16, device="H200", backend="hopper"
+    )
+    assert one.tiles.lead == 64 and "the first of" not in str(one)

@@ -129,6 +129,14 @@ def test_a_first_tile_that_lacks_rows(sizes):
         assert made.pairs() == int(seen.sum())
 
 
+def test_tiles_that_lack_rows_are_of_a_band_alone():
+    x, place, tiles = torch.empty(1, 40, 1, 8), Dense(1, 40, 40), Tiles(24, 8, 8)
+    mask = onchip.causal() & onchip.prefix(5)
+    problem = problems.state(x, x, x, place, "dense", mask, None)
+    with pytest.raises(ValueError, match="lead is 8, expected 0"):
+        schedule.build(problem, place, mask, tiles)
+
+
 def test_a_tail_tile_is_full_when_all_of_it_that_exists_is_visible():
     shape = Shape((70,), (70,))
     for name, full in (("none", 9), ("causal", 3)):

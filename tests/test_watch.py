@@ -365,8 +365,70 @@ def test_asking_and_counting_wait_for_nobody(asking):
     for thread in threads[2:]:
         thread.join(60)
     over.set()
-    assert not any(thread.is_alive() for thread in threads[2:])
+    for thread in threads[:2]:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
     assert len(asking.found) >= 2 * (40 + 20)
+
+
+def test_what_was_found_before_a_check_failed_is_told(monkeypatch, caplog):
+    q, k, v = qkv(1, 8, 8, 1)
+    v[0, 0, 0, 0] = float("nan")
+
+    def fails(*args):
+        raise MemoryError("no room for float64")
+
+    monkeypatch.setattr(watching.exact, "row", fails)
+    with caplog.at_level(logging.ERROR, "onchip.watch"), pytest.raises(MemoryError, match="no room"), watch():
+        onchip.attention(q, k, v)
+    assert "(0, 0, 0)" in caplog.text
+
+
+def test_a_handler_that_fails_loses_no_other_line(caplog):
+    class Failing(logging.Handler):
+        def handle(self, record):
+            if "off by one" in record.getMessage():
+                raise OSError("full")
+
+    handler = Failing()
+    watching.log.addHandler(handler)
+    try:
+        q, k, v = qkv(1, 8, 8, 1)
+        v[0, 0, 0, 0] = float("nan")
+        with caplog.at_level(logging.INFO, "onchip.watch"), watch(every=1) as seen:
+            seen._told.append((logging.ERROR, "off by one"))
+            with pytest.raises(OSError, match="full"):
+                onchip.attention(q, k, v)
+            onchip.attention(q, k, v)
+    finally:
+        watching.log.removeHandler(handler)
+    assert caplog.text.count("holds NaN or inf") == 2
+
+
+def test_a_summary_while_others_count():
+    """What is counted may grow meanwhile: a new refusal, a new backend."""
+    seen, over = watching.Watch(), threading.Event()
+
+    def grow():
+        n = 0
+        while not over.is_set():
+            n += 1
+            with seen._lock:
+                seen.refusals[f"backend {n % 997}: reason {n}"] += 1
+                if n % 997 == 0:
+                    seen.refusals.clear()
+
+    was = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=grow)
+    thread.start()
+    try:
+        for _ in range(200):
+            assert "refused" in str(seen)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(was)
 
 
 def test_first_blocks_of_many_threads_share_one_exporter(exporter):

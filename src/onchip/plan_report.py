@@ -9,7 +9,6 @@ from onchip.units import dtype_name, duration, operations, size
 
 if TYPE_CHECKING:
     from onchip.plan import Plan
-    from onchip.tiles import Tiles
     from onchip.traffic import Traffic
 
 
@@ -25,7 +24,7 @@ def lines(plan: Plan) -> list[str]:
     return [
         f"attention  {_shape(plan)}, heads {p.heads_q}/{p.heads_k}, dim {p.dim}/{p.dim_v}, "
         f"{dtype_name(p.dtype)} on {plan.device_name or p.device}",
-        f"backend    {_kind(plan.backend)}, tiles of {plan.tiles.tile_m} x {plan.tiles.tile_n}{_first(plan.tiles)}",
+        f"backend    {_kind(plan.backend)}, tiles of {plan.tiles.tile_m} x {plan.tiles.tile_n}{_first(plan)}",
         *(
             f"           not {name}: {reason}"
             for name, reason in plan.refusals.items()
@@ -125,8 +124,9 @@ def _others(plan: Plan) -> list[str]:
     ]
 
 
-def _first(tiles: Tiles) -> str:
-    return f", the first of {tiles.tile_m - tiles.lead} queries" if tiles.lead else ""
+def _first(plan: Plan) -> str:
+    heights = plan.tiles.heights(plan.problem.seqlen_q)
+    return f", the first of {heights[0]} queries" if plan.tiles.lead and len(heights) > 1 else ""
 
 
 def _kind(backend: str) -> str:

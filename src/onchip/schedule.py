@@ -187,6 +187,8 @@ def classify(mask: Mask, region: Region, tiles: Tiles, look: bool = True) -> Ten
 
     Without a look at elements nothing waits for the device, and what they would decide is PARTIAL.
     """
+    if tiles.lead and mask.parts:
+        raise ValueError(f"tiles: lead is {tiles.lead}, expected 0 under a mask of more than a band")
     if region.q_len == 0 or region.k_len == 0:
         shape = (1, 1, *tiles.count(region.q_len, region.k_len))
         return torch.zeros(shape, dtype=torch.uint8, device=region.batch.device)

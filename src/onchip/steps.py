@@ -230,8 +230,8 @@ def to_json(
     """One head of a problem as plain lists and dicts: what each algorithm moves, step by step, and its totals.
 
     {"problem": {...}, "mask": repr, "sram": bytes, "lower_bound": numbers, "algorithms": {name: {step: {"totals":
-    Traffic.to_json(), "phases": [{"name", "outer", "tiles": [m, n], "kinds": [[0 | 1 | 2]], "every"}], "tensors":
-    [name], "steps": [[phase, m | -1, n | -1, [[tensor, numbers]], [[tensor, numbers]], read, written]]}}}}.
+    Traffic.to_json(), "phases": [{"name", "outer", "tiles": [m, n], "lead", "kinds": [[0 | 1 | 2]], "every"}],
+    "tensors": [name], "steps": [[phase, m | -1, n | -1, [[tensor, numbers]], [[tensor, numbers]], read, written]]}}}}.
     phase and tensor are indices into the two lists; the pairs are loads, then stores. The problem's own batch and
     heads are replaced by one sequence and one head, of many: its keys are split only if the problem says so. ValueError
     where an algorithm has more than 100,000 tiles.

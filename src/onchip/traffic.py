@@ -150,6 +150,7 @@ class Traffic:
             "extra_memory": self.extra_memory,
             "intensity": self.intensity,
             "tiles": {name: [t.tile_m, t.tile_n] for name, t in self.tiles.items()},
+            "leads": {name: t.lead for name, t in self.tiles.items()},
         }
 
 

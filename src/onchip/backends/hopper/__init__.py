@@ -83,6 +83,7 @@ def refuse_shape(problem: Problem) -> str | None:
     return None
 
 
+@lru_cache(maxsize=4096)
 def tiles(problem: Problem) -> Tiles:
     from onchip.backends.hopper.table import config
     from onchip.backends.hopper.variant import lead, packs
