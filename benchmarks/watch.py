@@ -3,9 +3,8 @@
     python benchmarks/watch.py --out benchmarks/results/cpu-watch.json
 
 For each case the time of a run (a training step of a small transformer, or a call), of the look that comes with each
-call in it, and of a check, which comes with one of EVERY; "share" is calls x (look + check / EVERY) / run. "both" times
-EVERY calls with and without `watch` in turn, and says by how much the least time of the watched ones is longer: the
-same share with the noise of the whole, where that takes under LONGEST seconds.
+call in it, and of a check, which comes with one of EVERY; "share" is calls x (look + check / EVERY) / run. "both" is
+the same share by timing runs with and without `watch` in turn, where a run takes less than twice SLICE.
 """
 
 import argparse
@@ -44,7 +43,7 @@ CALLS = {
     "call, decoding, 4096 keys": (8, 1, 4096, 32, 8, 128),
     "call, N = 16": (1, 16, 16, 1, 1, 16),
 }
-LONGEST = 20.0  # seconds of EVERY calls
+SLICE = 0.1  # seconds of runs that are timed as one
 TOKENS = 96  # the vocabulary
 
 
@@ -146,22 +145,37 @@ def parts(run: Callable[[], object], calls: int, repeats: int) -> dict[str, floa
     return {"calls": calls, **{name: 1e6 * value for name, value in found.items()}, "share": share}
 
 
-def both(run: Callable[[], object], calls: int, rounds: int) -> float:
-    """By what share EVERY calls under `watch` are longer than without, in turn; of each the least, as noise adds."""
+def both(run: Callable[[], object], calls: int, count: int, rounds: int) -> float:
+    """By what share runs under `watch` are longer than without: medians of pairs of neighbours, `count` runs each.
 
-    def plain() -> None:
-        for _ in range(EVERY // calls):
+    Slices with looks alone and slices with a check, too, whose share is then that of one check in EVERY calls.
+    """
+    quiet = Watch(every=10**9)
+
+    def looks() -> None:
+        with observe.observing(quiet):
+            several()
+
+    def checks() -> None:
+        with onchip.watch():
+            several()
+
+    def several() -> None:
+        for _ in range(count):
             run()
 
-    def watched() -> None:
-        with onchip.watch():
-            plain()
+    looks()  # the first call of all is checked
+    kinds = {"plain": several, "looks": looks, "checks": checks}
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(rounds):
+        for name in sorted(kinds, reverse=turn % 2 == 1):
+            times[name].append(seconds(kinds[name], 1, 1))
 
-    times: dict[str, list[float]] = {"plain": [], "watched": []}
-    for _ in range(rounds):
-        times["plain"].append(seconds(plain, 1, 1))
-        times["watched"].append(seconds(watched, 1, 1))
-    return min(times["watched"]) / min(times["plain"]) - 1
+    def share(name: str, other: str) -> float:
+        pairs = zip(times[name], times[other], times["plain"], strict=True)
+        return statistics.median((x - y) / z for x, y, z in pairs)
+
+    return share("looks", "plain") + share("checks", "looks") * count * calls / EVERY
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -176,7 +190,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions,
         "commit": args.commit or git.stdout.strip(),
         "regime": f"{str(DTYPE).removeprefix('torch.')}; medians of {args.repeats}; "
-        f"both: the least of {args.rounds} rounds of {EVERY} calls each way, in turn",
+        f"both: medians of {args.rounds} rounds of {SLICE} s each way, in turn",
         "every": EVERY,
     }
 
@@ -189,7 +203,7 @@ def main() -> None:
     parser.add_argument("--commit", help="of the tree, where git cannot say")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of EVERY calls with and without; 0: none of them"
+        "--rounds", type=int, default=60, help="of runs with and without `watch`; 0: none of them"
     )
     args = parser.parse_args()
     cases = [(name, step(*sizes), sizes[-1]) for name, sizes in MODELS.items()]
@@ -197,8 +211,9 @@ def main() -> None:
     results = []
     for name, run, calls in cases:
         row: dict[str, Any] = {"case": name, **parts(run, calls, args.repeats)}
-        if args.rounds and EVERY / calls * row["run_us"] / 1e6 < LONGEST:
-            row["both"] = both(run, calls, args.rounds)
+        count = round(SLICE / row["run_us"] * 1e6)
+        if args.rounds and count:
+            row["both"] = both(run, calls, count, args.rounds)
         results.append(row)
         values = (f"{key} {x:.4g}" if isinstance(x, float) else str(x) for key, x in row.items())
         print(", ".join(values), flush=True)
