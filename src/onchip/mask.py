@@ -331,12 +331,6 @@ class Mask:
         return tuple(name for name in kinds if getattr(self, name) not in (None, ()))
 
     @cached_property
-    def bounded(self) -> tuple[bool, bool]:
-        """Whether a band hides keys to the left, and to the right."""
-        band = self.band or rules.Band()
-        return (band.left, band.top_left) != (None, None), (band.right, band.top_right) != (None, None)
-
-    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Every part but the band, whose arithmetic is on lengths alone."""
         return (*self.rows, *self.elements, *self.blocks, *self.unions)

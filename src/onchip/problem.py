@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
-from onchip import capture
+from onchip import capture, rules
 from onchip.layout import Dense, Layout
 from onchip.mask import Mask
 from onchip.score import Score
@@ -148,10 +148,14 @@ def state(
     problem = _problem(
         kind, layout.batch, layout.seqlen_q, layout.seqlen_k, q.shape[-2], k.shape[-2], dim, v.shape[-1], q.dtype,
         device or q.device.type, check_scale(scale, dim), check_dropout(dropout), deterministic, num_splits, mask.names,
-        score.names, _block_tile(mask), mask.bounded, kind in ("cache", "paged") and q.device.type != "cpu",
+        score.names, _block_tile(mask), _bounded(mask), kind in ("cache", "paged") and q.device.type != "cpu",
     )  # fmt: skip
     check_fit(problem, mask, score)
     return problem
+
+
+def _bounded(mask: Mask) -> tuple[bool, bool]:
+    return (False, False) if mask.band is None else rules.bounded(mask.band)
 
 
 def _block_tile(mask: Mask) -> tuple[int, int] | None:
@@ -192,7 +196,7 @@ def dense(
     mask, score = check_types(mask, score)
     place, problem = _dense(
         (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), mask.names,
-        score.names, _block_tile(mask), mask.bounded, scale, dropout, deterministic,
+        score.names, _block_tile(mask), _bounded(mask), scale, dropout, deterministic,
     )  # fmt: skip
     check_fit(problem, mask, score)
     return place, problem

@@ -23,6 +23,11 @@ class Band(NamedTuple):
     top_right: int | None = None
 
 
+def bounded(band):
+    """Whether the band hides keys to the left, and to the right."""
+    return (band.left, band.top_left) != (None, None), (band.right, band.top_right) != (None, None)
+
+
 def flip(band):
     """The band with queries and keys exchanged: the query tiles of a key tile are `spans` of it."""
     return Band(band.right, band.left, band.top_right, band.top_left)

@@ -37,9 +37,9 @@ class Tiles:
         """The same band over queries that are counted from the start of the first tile."""
         if not self.lead:
             return band
-        left = right = None
-        if (band.left, band.top_left) != (None, None):
+        (to_left, to_right), left, right = rules.bounded(band), None, None
+        if to_left:
             left = self.lead - rules.first_diagonal(q_len, k_len, band)
-        if (band.right, band.top_right) != (None, None):
+        if to_right:
             right = rules.last_diagonal(q_len, k_len, band) - self.lead
         return rules.Band(top_left=left, top_right=right)

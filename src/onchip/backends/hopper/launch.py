@@ -90,10 +90,10 @@ def cut(problem: Problem, band: rules.Band) -> tuple[int, int] | None:
     `work.tile_at` counts keys from the same first one.
     """
     length_q, length_k = problem.seqlen_q, problem.seqlen_k
-    lo, hi = 0, length_k
-    if (band.left, band.top_left) != (None, None):
+    (left, right), lo, hi = rules.bounded(band), 0, length_k
+    if left:
         lo = max(rules.first_diagonal(length_q, length_k, band), 0)
-    if (band.right, band.top_right) != (None, None):
+    if right:
         hi = max(min(length_k, length_q + rules.last_diagonal(length_q, length_k, band)), 0)
     if (lo, hi) == (0, length_k):
         return None
