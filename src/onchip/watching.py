@@ -272,9 +272,9 @@ def watch(every: int = EVERY, rows: int = 4) -> Iterator[Watch]:
 
     A check compares `rows` random query rows with float64 and looks for NaN and inf in out. At the default `every` the
     looks and checks take under 1 % of a training step (added up, 0.1 % of a small one on a CPU, less than 0.4 % on an
-    H200), and 1 to 5 us a call. What is found goes to the logger "onchip.watch" (errors and backend changes as they come, a
-    summary at each check and at the end), to the returned `Watch`, and to prometheus_client's default registry where
-    that is installed, there without what other threads still compute when the block ends.
+    H200), and 1 to 5 us a call. What is found goes to the logger "onchip.watch" (errors and backend changes as they
+    come, a summary at each check and at the end), to the returned `Watch`, and to prometheus_client's default registry
+    where that is installed, there without what other threads still compute when the block ends.
     Calls under torch.compile and functorch transforms are not seen.
     """
     for name, value in (("every", every), ("rows", rows)):
