@@ -183,3 +183,24 @@ def test_a_negation_that_torch_left_undone(backend):
 
     for left, done in zip(run(False), run(True), strict=True):
         torch.testing.assert_close(left, done)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+def test_tensors_that_outlived_a_transform(backend):
+    """What a function under torch.func leaves behind has no memory of its own: it is what it wrapped."""
+    kept = []
+    torch.func.grad(lambda x: (kept.append(x * 1), x.sum())[1])(torch.randn(2, 9, 4, 16))
+    (k,) = kept
+    assert torch._C._functorch.is_functorch_wrapped_tensor(k)
+    plain = k + 0
+    q, sink = torch.randn(2, 7, 4, 16), kept[0][0, 0, :, 0]
+    for score, same in ((None, None), (onchip.Score(sink=sink), onchip.Score(sink=plain[0, 0, :, 0]))):
+        leaves = [q.clone().requires_grad_() for _ in range(2)]
+        left = onchip.attention(leaves[0], k, k, score=score, backend=backend)
+        done = onchip.attention(leaves[1], plain, plain, score=same, backend=backend)
+        torch.testing.assert_close(left, done)
+        left.sum().backward()
+        done.sum().backward()
+        torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+        alone = onchip.attention(q, k, k, score=score, backend=backend)
+        torch.testing.assert_close(alone, done.detach())

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -137,6 +139,51 @@ def test_a_relaunch_is_tritons_own(monkeypatch):
     assert list(theirs[7:9]) == [knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook]
     assert ours == (*theirs[:6], None, None, None, *theirs[9:])
     assert theirs[9:] == tuple("abcd") and theirs[3] == 71
+
+
+class Noted:
+    """In place of the function of the driver that launches."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+def launcher(launch, *signature, scratch=0):
+    """Triton's own, of a kernel with such arguments."""
+    layouts = [f"layout {i}" for i, kind in enumerate(signature) if kind.startswith("tensordesc")]
+    run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, True
+    run.global_scratch_size, run.profile_scratch_size = scratch, 0
+    run.global_scratch_align = run.profile_scratch_align = 16
+    run.launch = nvidia.wrap_handle_tensordesc(launch, dict(enumerate(signature)), layouts)
+    return run
+
+
+if triton.__version__.startswith("3.6."):
+    SIGNATURES = ("*fp16", "i32"), ("*fp16", "tensordesc", "i32", "tensordesc", "constexpr")
+
+    @pytest.mark.parametrize("signature", SIGNATURES)
+    def test_a_bare_launch_is_tritons_own(signature, monkeypatch):
+        """The same arguments reach the driver, with descriptors taken apart."""
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda arg, layout: [arg, layout, 3, 4])
+        theirs, ours = Noted(), Noted()
+        args = 2, 3, 1, 70, "function", "packed", None, None, None, *"abcde"[: len(signature)]
+        launcher(theirs, *signature)(*args)
+        launch._bare(launcher(ours, *signature))(*args)
+        assert ours.calls == theirs.calls and len(ours.calls) == 1
+        assert len(ours.calls[0]) == 13 + len(signature) + 3 * signature.count("tensordesc")
+
+
+def test_other_launches_are_left_to_triton(monkeypatch):
+    """Those that need scratch memory, on other GPUs, and of other versions of Triton."""
+    assert launch._bare(launcher(Noted(), "*fp16", scratch=64)) is None
+    assert launch._bare(lambda *args: None) is None
+    run = launcher(Noted(), "*fp16")
+    monkeypatch.setattr(triton, "__version__", "3.60.0")
+    assert launch._bare(run) is None
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
