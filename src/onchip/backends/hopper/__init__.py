@@ -5,9 +5,11 @@ It saves what the Triton backend's backward pass needs, out and lse, so that pas
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterable
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,10 +113,14 @@ def extra_memory(
     return copy + listed + intervals.size(problem, operands)
 
 
-def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
-    from onchip.backends.hopper import launch
+@cache
+def _launch() -> Any:
+    """The module that imports triton. Kept: an import statement in each call takes half a microsecond."""
+    return importlib.import_module("onchip.backends.hopper.launch")
 
-    return launch.forward(problem, operands)
+
+def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
+    return _launch().forward(problem, operands)
 
 
 def backward(
@@ -125,6 +131,11 @@ def backward(
 
 def copies(tensor: Tensor) -> bool:
     """Whether a tensor of these strides is copied first: the copy engine steps by 16 bytes."""
-    *outer, last = tensor.stride()
-    steps = [s for s, n in zip(outer, tensor.shape[:-1], strict=True) if n > 1]
+    return _copies(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=4096)  # calls repeat theirs, and each of three looks took a microsecond
+def _copies(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    *outer, last = strides
+    steps = [s for s, n in zip(outer, shape[:-1], strict=True) if n > 1]
     return last != 1 or any(s % 8 or s <= 0 for s in steps)

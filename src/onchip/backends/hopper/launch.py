@@ -9,6 +9,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from onchip import rules
 from onchip.backends.compiled import arguments, intervals, launch, lists
@@ -41,8 +42,8 @@ def zero(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-    key = (stream.device_index, stream.cuda_stream)
+    index = device.index or 0
+    key = index, driver.active.get_current_stream(index)  # torch makes an object of it, in two microseconds
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]
