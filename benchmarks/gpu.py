@@ -231,7 +231,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="host,decode,masks,grid")
+    parser.add_argument("--parts", default="decode,masks,grid,host")
     parser.add_argument("--seqlens", default="512,2048,8192,16384")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.2, help="idle seconds before a measurement")

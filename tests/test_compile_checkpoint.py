@@ -1,10 +1,12 @@
-"""Activation checkpointing around onchip: plain, selective, and inside a graph."""
+"""Activation checkpointing around onchip: plain, selective, and inside a graph; and compiled autograd."""
 
 from functools import partial
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
+import onchip
 from checks import ON_CPU
 from onchip import nn, select
 from test_compile_graph import assert_same
@@ -57,3 +59,19 @@ def test_checkpointing_inside_a_graph():
         lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager", fullgraph=True
     )
     assert_same(layer, compiled, torch.randn(2, 9, 32, requires_grad=True))
+
+
+@pytest.mark.parametrize("with_score", [False, True])
+def test_compiled_autograd(with_score):
+    """torch traces the backward pass of a call that ran eagerly."""
+    sink = torch.randn(4, requires_grad=True)
+    inputs = [torch.randn(1, 9, 4, 16, requires_grad=True) for _ in range(3)]
+    score = onchip.Score(sink=sink) if with_score else None
+    wanted = [*inputs, sink] if with_score else inputs
+    out = onchip.attention(*inputs, mask=onchip.causal(), score=score)
+    dout = torch.randn_like(out)
+    truth = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        out.backward(dout)
+    for x, gradient in zip(wanted, truth, strict=True):
+        torch.testing.assert_close(x.grad, gradient)

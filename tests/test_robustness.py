@@ -185,16 +185,27 @@ def test_a_negation_that_torch_left_undone(backend):
         torch.testing.assert_close(left, done)
 
 
+def left_behind(x):
+    """x, wrapped for two transforms that have ended."""
+    kept = []
+
+    def within(x):
+        kept.append(x * 1)
+        return x.sum()
+
+    torch.func.grad(lambda x: torch.func.grad(within)(x).sum())(x)
+    return kept[0]
+
+
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])
 def test_tensors_that_outlived_a_transform(backend):
     """What a function under torch.func leaves behind has no memory of its own: it is what it wrapped."""
-    kept = []
-    torch.func.grad(lambda x: (kept.append(x * 1), x.sum())[1])(torch.randn(2, 9, 4, 16))
-    (k,) = kept
+    plain = torch.randn(2, 9, 4, 16)
+    k = left_behind(plain)
     assert torch._C._functorch.is_functorch_wrapped_tensor(k)
-    plain = k + 0
-    q, sink = torch.randn(2, 7, 4, 16), kept[0][0, 0, :, 0]
-    for score, same in ((None, None), (onchip.Score(sink=sink), onchip.Score(sink=plain[0, 0, :, 0]))):
+    sink = torch.randn(4)
+    q = torch.randn(2, 7, 4, 16)
+    for score, same in ((None, None), (onchip.Score(sink=left_behind(sink)), onchip.Score(sink=sink))):
         leaves = [q.clone().requires_grad_() for _ in range(2)]
         left = onchip.attention(leaves[0], k, k, score=score, backend=backend)
         done = onchip.attention(leaves[1], plain, plain, score=same, backend=backend)

@@ -24,6 +24,8 @@ FEW_SCORES = ((), ("softcap",), ("sink",), ("softcap", "sink"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _KEEP = 1024
 _kept: dict[tuple, Any] = {}
+# What Triton 3.6's launcher of a kernel with tensor descriptors consists of.
+_AROUND = {"launcher", "tensordesc_indices", "tensordesc_meta"}
 _tables = 0  # how often tables of tiles have changed: what masks keep is of one of them
 
 
@@ -87,6 +89,8 @@ def _bare(run: Any) -> Callable[..., None] | None:
     launch, found = run.launch, []
     if inspect.isfunction(launch):
         inside = inspect.getclosurevars(launch).nonlocals
+        if inside.keys() != _AROUND:  # somebody's, around Triton's
+            return None
         launch = inside["launcher"]
         found = list(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
     # The last first, as each takes the place of one argument by several; before a kernel's own stand four of a launch.
