@@ -147,6 +147,17 @@ def native(run: dict) -> str:
     )
 
 
+def host(run: dict) -> str:
+    names = {"onchip": "Triton", "onchip_grad": "with a gradient", "hopper": "Hopper", "sdpa": "SDPA",
+             "loop": "a loop of Python"}  # fmt: skip
+    body = [
+        [str(r["machine"]), r["commit"]]
+        + [f"{r['us'][n]:.1f} ({r['least_us'][n]:.1f})" if n in r["us"] else "" for n in names]
+        for r in run["results"]
+    ]
+    return "\n" + rows(["machine", "commit", *names.values()], body)
+
+
 def watch(run: dict) -> str:
     header = [
         "run",
@@ -169,6 +180,7 @@ def main() -> None:
         ("Hopper backend", "h200-hopper", hopper),
         ("Hopper backend, other problems", "h200-hopper-others", others),
         ("Triton backend", "h200-triton", gpu),
+        ("Host time of one small call on four machines, microseconds", "h200-host", host),
         ("CPU: native kernels", "cpu-native", native),
         ("CPU: native kernels on a newer core (an earlier commit)", "cpu-native-zen5", native),
         ("CPU: the tiled loop of torch operations", "cpu-tiled", cpu),

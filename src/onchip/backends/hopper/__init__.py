@@ -49,7 +49,8 @@ def _machine() -> str | None:
 def yields(problem: Problem) -> str | None:
     """Why Triton should run it: host time decides where the kernel is shorter than that.
 
-    A call takes about 69 us here and 50 in Triton (H200), whose kernels do 26 GFLOP in the former at 380 TFLOP/s.
+    A call takes 55 to 68 us here and 44 to 53 in Triton (two machines with an H200, 2026-12-01, best
+    rounds), whose kernels do 26 GFLOP in 68 us at 380 TFLOP/s.
     """
     work = (
         2
