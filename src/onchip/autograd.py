@@ -67,12 +67,12 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
             if t is not None:
                 needed |= t.requires_grad
                 pending |= t.is_neg() or is_functorch_wrapped_tensor(t)
-        if pending:
+        if pending:  # kernels read memory, which these have none of, or with the other sign
             tensors = tuple([t if t is None else _alive(t) for t in tensors])
             call = Call(call.problem, call.bind(tensors), call.backend, call.tiles)
             needed = any(t is not None and t.requires_grad for t in tensors)
         if needed and torch.is_grad_enabled():
-            return _record(call, *tensors)[:2]
+            return _with_gradients(call, *tensors)[:2]
         return call.backend.forward(call.problem, call.operands, call.tiles)[:2]
     return _Transformed.apply(call, *tensors)[:2]  # type: ignore[misc]
 
@@ -137,7 +137,7 @@ class _Attention(torch.autograd.Function):
 
 
 # `_Attention.apply` without functorch's part: a seventh of a small call's host time, with nothing to do here.
-_record = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
+_with_gradients = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 
 
 class _Transformed(torch.autograd.Function):

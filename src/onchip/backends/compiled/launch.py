@@ -77,7 +77,7 @@ def _bare(run: Any) -> Callable[..., None] | None:
     """Triton 3.6's launcher of a kernel on NVIDIA GPUs without the way to it; None for what else there may be.
 
     On that way it asks each argument whether it is a tensor descriptor: with 41 arguments, a quarter of the launch
-    (an H200's host, 2026-12-01: 5 of 21 us).
+    (an H200's host, 2026-12-01: 6 of 21 us).
     """
     import triton
 
@@ -95,10 +95,8 @@ def _bare(run: Any) -> Callable[..., None] | None:
         found = list(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
     # The last first, as each takes the place of one argument by several; before a kernel's own stand four of a launch.
     descriptors = [(4 + i, layout) for i, layout in reversed(found)]
-    expanded, how = (
-        sys.modules[where].make_tensordesc_arg,
-        (run.launch_cooperative_grid, run.launch_pdl, None, None),
-    )
+    expanded = sys.modules[where].make_tensordesc_arg
+    how = run.launch_cooperative_grid, run.launch_pdl, None, None
 
     def bare(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
         flat = [*args]

@@ -5,15 +5,14 @@ It saves what the Triton backend's backward pass needs, out and lse, so that pas
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from onchip.backends.compiled import needing_triton
 from onchip.problem import Grads, Operands, Output, Problem, Saved
 from onchip.tiles import Tiles
 
@@ -114,14 +113,8 @@ def extra_memory(
     return copy + listed + intervals.size(problem, operands)
 
 
-@cache
-def _launch() -> Any:
-    """The module that imports triton. Kept: an import statement in each call takes half a microsecond."""
-    return importlib.import_module("onchip.backends.hopper.launch")
-
-
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
-    return _launch().forward(problem, operands)
+    return needing_triton("hopper.launch").forward(problem, operands)
 
 
 def backward(
@@ -135,7 +128,7 @@ def copies(tensor: Tensor) -> bool:
     return _copies(tensor.shape, tensor.stride())
 
 
-@lru_cache(maxsize=4096)  # calls repeat theirs, and each of three looks took a microsecond
+@lru_cache(maxsize=4096)  # three looks a call, of 2 us each where they are not kept
 def _copies(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     *outer, last = strides
     steps = [s for s, n in zip(outer, shape[:-1], strict=True) if n > 1]

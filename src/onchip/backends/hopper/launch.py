@@ -43,7 +43,7 @@ def zero(device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     index = device.index or 0
-    key = index, driver.active.get_current_stream(index)  # torch makes an object of it, in two microseconds
+    key = index, driver.active.get_current_stream(index)  # by its number: torch would make an object of it
     if key not in _counters:
         _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return _counters[key]

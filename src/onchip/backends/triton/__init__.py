@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from onchip.backends.compiled import needing_triton
 from onchip.inputs import Rotary
 from onchip.layout import Cache
 from onchip.problem import Grads, Operands, Output, Problem, Saved
@@ -67,14 +66,8 @@ def extra_memory(
     return planning.backward_memory(problem, operands, needs, facts)
 
 
-@cache
-def _needing_triton(name: str) -> Any:
-    """A module that imports triton. Kept: an import statement in each call takes half a microsecond."""
-    return importlib.import_module(f"onchip.backends.triton.{name}")
-
-
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
-    return _needing_triton("forward_pass").forward(problem, operands)
+    return needing_triton("triton.forward_pass").forward(problem, operands)
 
 
 def append(
@@ -86,10 +79,10 @@ def append(
     v: Tensor | None,
     rotary: Rotary | None,
 ) -> Tensor:
-    return _needing_triton("append_pass").append(layout, q, k_cache, v_cache, k, v, rotary)
+    return needing_triton("triton.append_pass").append(layout, q, k_cache, v_cache, k, v, rotary)
 
 
 def backward(
     problem: Problem, operands: Operands, saved: Saved, dout: Tensor, dlse: Tensor | None, tiles: Tiles
 ) -> Grads:
-    return _needing_triton("backward_pass").backward(problem, operands, saved, dout, dlse)
+    return needing_triton("triton.backward_pass").backward(problem, operands, saved, dout, dlse)
