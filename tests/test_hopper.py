@@ -186,6 +186,9 @@ def test_what_is_short():
         (4096, onchip.window(100, 0), "short"),
         (4096, onchip.causal() & onchip.prefix(5), "short"),
         (4097, onchip.window(100, 0), "long"),
+        (4097, onchip.where(lambda b, h, q, k: k <= q), "short"),
+        (8192, onchip.block_sparse(torch.ones(64, 64, dtype=torch.bool), tile=(128, 128)), "short"),
+        (8192, onchip.prefix(5), "long"),
     ):
         assert kind(state((1, seqlen, 2, 64), mask=mask)) == expected
     packed = dataclasses.replace(state((1, 4096, 2, 64), mask=onchip.causal()), layout="varlen")

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from onchip.backends.compiled.intervals import Rows
-from onchip.backends.compiled.terms import Scores, hide as hide_pairs, modified
+from onchip.backends.compiled.terms import Scores
 from onchip.backends.hopper.loader import load
 from onchip.backends.hopper.parts import (
     FLOOR,
@@ -31,16 +31,17 @@ from onchip.backends.hopper.parts import (
     all_threads,
     arrive,
     both,
-    column_of,
     computed,
     exp2,
     halves,
     join,
     keys_free,
+    log2,
     no_sums,
     pack,
     quad_max,
     quad_sum,
+    reciprocal,
     rescaled,
     row_of,
     sides,
@@ -48,7 +49,10 @@ from onchip.backends.hopper.parts import (
     unpack,
     values_free,
     warpgroup_barrier,
+    wide,
+    zero_of,
 )
+from onchip.backends.hopper.scores import needs_mask, seen
 from onchip.backends.hopper.shared import allocate, next_tile
 from onchip.backends.hopper.variant import Variant
 from onchip.backends.hopper.work import Work, block_at, sees_nothing, store_output
@@ -77,62 +81,12 @@ def weights(s, row_max, row_sum, unit, KIND: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, tile, key, q, h, k, work, FN: gl.constexpr, C: Variant):
-    """-inf for the pairs that are not visible. q [64], k [tile_n] counts from the block's first key."""
-    if C.band_only:
-        # A column is a constant plus a part that is the same for all columns of a thread: with that part on the other
-        # side, each comparison is one instruction with an immediate, and no column number takes a register.
-        fixed, lane = (k & ~6)[None, :], (k & 6)[None, :]
-        end = gl.full([64], 0, gl.int32, row_of(C.tile_n)) + (tile.seen_k - key)
-        if C.right:
-            end = gl.minimum(end, q + (tile.end + 1 - key))
-        s = gl.where(fixed < end[:, None] - lane, s, float("-inf"))
-        if C.left:
-            s = gl.where((q + (tile.first - key))[:, None] - lane <= fixed, s, float("-inf"))
-    else:
-        k = (key + k)[None, :]
-        s = hide_pairs(s, float("-inf"), work.band, work.rows, work.mask_args, tile.b, h, q[:, None], k, tile.q_len,
-                       tile.k_len, FN)  # fmt: skip
-    return s
-
-
-@gluon.jit
-def needs_mask(tile, position, FIRST: gl.constexpr, C: Variant):
-    """Whether a block of the tile's visit is masked. A band's first one always is, where any may be."""
-    if FIRST and C.band_only:
-        masked = C.masked
-    else:
-        masked = ((position < tile.partial) | (position >= tile.full)) if C.edges else False
-    return masked
-
-
-@gluon.jit
-def seen(s, tile, key, masked, work, score, scale, W: gl.constexpr, FN: gl.constexpr, MOD: gl.constexpr,
-         C: Variant):  # fmt: skip
-    """A block of scores after what modifies and what hides them, and the unit that they are in."""
-    unit = scale * LOG2E
-    r = W * 64 + gl.arange(0, 64, row_of(C.tile_n))
-    q = tile.row0 + r // C.pack
-    h = tile.head
-    if C.pack > 1:
-        h = (tile.head * C.pack + r % C.pack)[:, None]
-    k = gl.arange(0, C.tile_n, column_of(C.tile_n))
-    if C.modified:
-        number = (tile.origin + key + k)[None, :]
-        s, _ = modified(s * scale, score, tile.b, h, q[:, None], number, tile.q_len, tile.k_len, MOD)
-        s = s * LOG2E
-        unit = 1.0
-    if masked:
-        s = hide(s, tile, key, q, h, k, work, FN, C)
-    return s, unit
-
-
-@gluon.jit
-def take_queries(held, turn, shared, W: gl.constexpr, C: Variant):
+def take_queries(held, turn, tile, shared, W: gl.constexpr, C: Variant):
     """Wait for a tile's queries, and keep the first `held` columns of them in registers."""
     mbarrier.wait(shared.q_full.index(W), turn)
     if C.held > 0:
-        held = shared.held.index(W).load(gl.DotOperandLayout(0, accumulator(C.tile_n), 2))
+        # By a number unknown before: addresses made of a known one take registers from tile to tile.
+        held = shared.held.index(W + zero_of(tile.b)).load(gl.DotOperandLayout(0, accumulator(C.tile_n), 2))
     if not C.share_q:
         mbarrier.arrive(shared.q_free.index(W), count=1)
     return held
@@ -251,21 +205,24 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
     if C.exact:  # without a mask, what a tile that sees nothing has visited must not count
         total = gl.where(tile.full == 0, 0.0, total)
         row_max = gl.where(tile.full == 0, FLOOR, row_max)
-    factor = 1.0 / total
+    factor = reciprocal(total)
     if score.sink is not None:
         sink = gl.load(score.sink + h).to(gl.float32) * LOG2E
         top = gl.maximum(row_max, sink)
         own = exp2(row_max - top)
         with_sink = total * own + exp2(sink - top)
         factor = gl.where(total == 0.0, 0.0, own / with_sink)
-        row_lse = (top + gl.log2(with_sink)) * LN2
+        row_lse = (top + log2(with_sink)) * LN2
     else:
-        row_lse = (row_max + gl.log2(total)) * LN2
-    at = tile.b.to(gl.int64) * lse.batch + h.to(gl.int64) * lse.head + tile.q_start + q
+        row_lse = (row_max + log2(total)) * LN2
+    if C.tight:
+        at = wide(tile.b, lse.batch) + wide(h, lse.head)
+    else:
+        at = tile.b.to(gl.int64) * lse.batch + h.to(gl.int64) * lse.head
     there = q < tile.q_len
     if C.from_end:
         there &= q >= 0
-    gl.store(lse.ptr + at, row_lse, mask=there)
+    gl.store(lse.ptr + (at + tile.q_start + q), row_lse, mask=there)
     o *= gl.convert_layout(factor, row_of(C.dim_v))[:, None]
     # A row that sees no key, or none whose score is above -inf: 0, not 0 * inf.
     if C.masked or C.exact or C.modified:
@@ -274,7 +231,7 @@ def finish(o, row_max, row_sum, turn, shared, o_desc, lse, score, tile, W: gl.co
     o = o.to(shared.k.dtype)
     if C.share_q:  # where this tile's queries were
         left, right = halves(o)
-        low, high = shared.held.index(W), shared.q.index(turn * C.warpgroups + W)
+        low, high = shared.held.index(W + zero_of(tile.b)), shared.q.index(turn * C.warpgroups + W)
         low.store(left)
         high.store(right)
         fence_async_shared()
@@ -311,7 +268,7 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
         held = gl.to_tensor(0)
         if C.held > 0:
             held = gl.zeros([64, C.held], shared.k.dtype, gl.DotOperandLayout(0, accumulator(C.tile_n), 2))
-        held = take_queries(held, turn, shared, W, C)
+        held = take_queries(held, turn, tile, shared, W, C)
         free_queries(shared, W, C)
         p, row_max, row_sum, at = begin(held, turn, at, shared, tile, work, score, scale, W, FN, MOD, C)
         o = gl.zeros([64, C.dim_v], gl.float32, accumulator(C.dim_v))
@@ -324,7 +281,7 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
             t, following, n_phase = next_tile(n_phase, shared, work, W, C)
             if t < work.n_tiles:
                 turn ^= 1
-                held = take_queries(held, turn, shared, W, C)
+                held = take_queries(held, turn, following, shared, W, C)
                 last_max, last_sum = row_max, row_sum
                 if sees_nothing(following, W, C):
                     o, at = values_only(o, p, at, shared, False, W, C)
@@ -335,7 +292,10 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
                     o, p, row_max, row_sum, at = step(
                         o, p, row_max, row_sum, held, turn, at, shared, following, 0, work, score, scale,
                         True, W, FN, MOD, C)  # fmt: skip
-                finish(o, last_max, last_sum, turn ^ 1, shared, o_desc, lse, score, tile, W, C)
+                # True, but not known to be: in one block with the step, the assembler leaves its weights unpacked, in
+                # twice the registers, until the output is written.
+                if tile.head >= 0 if C.held > 0 or C.modified else True:
+                    finish(o, last_max, last_sum, turn ^ 1, shared, o_desc, lse, score, tile, W, C)
                 free_queries(shared, W, C)
                 o = gl.zeros([64, C.dim_v], gl.float32, accumulator(C.dim_v))
                 tile = following

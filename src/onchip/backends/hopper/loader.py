@@ -77,11 +77,11 @@ def load(shared, q_desc, k_desc, v_desc, work: Work, C: Variant):
     early = gl.to_tensor(0)  # whether this tile's queries were loaded beside the last tile's blocks
     if t < work.n_tiles:  # else no warpgroup takes a step, and every slot comes back as it is
         # Read back, not the tile at hand: Triton 3.6 does not carry on a second name of it (end of the log).
-        _, before = published(shared, work, C)  # the tile of the last block
+        _, before = published(shared, work, False, C)  # the tile of the last block
         key_before = gl.to_tensor(0)
         first = gl.to_tensor(1)
         while t < work.n_tiles:
-            _, tile = published(shared, work, C)
+            _, tile = published(shared, work, False, C)
             for position in range(tile.blocks):
                 key = block_at(tile, work, position, C)
                 load_block(k_desc, KEYS, at, shared.k, shared, tile, key, C)

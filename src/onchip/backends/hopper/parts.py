@@ -115,10 +115,60 @@ def packed_rows(start, size, row):
     return start + size, BOUND - size + row
 
 
+# What follows keeps values out of registers in which the compiler would carry them through the loops, for use once a
+# tile: it makes them where the kernel starts, and the assembler then puts what it has no register for into memory.
+
+
+@gluon.jit
+def wide(x, y):
+    """The product of two numbers that are not negative, in 64 bits, without an upper half of either."""
+    return gl.inline_asm_elementwise(
+        "mul.wide.u32 $0, $1, $2;", "=l,r,r", [x, y], dtype=gl.int64, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def row_at(first, row, width):
+    """Where a row of a table of 32-bit numbers begins."""
+    asm: gl.constexpr = "{.reg .b64 n; mul.wide.u32 n, $1, $2; shl.b64 n, n, 2; add.s64 $0, $3, n;}"
+    at = gl.inline_asm_elementwise(
+        asm, "=l,r,r,l", [row, width, first.to(gl.int64)], dtype=gl.int64, is_pure=True, pack=1
+    )
+    return at.to(first.dtype)
+
+
+@gluon.jit
+def fresh(x):
+    """x, of which nothing that was computed before is known."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def zero_of(x):
+    """0, which the compiler does not know: x is never negative."""
+    return x >> 31
+
+
 @gluon.jit
 def exp2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def log2(x):
+    """Within 2^-22, of itself or, between 1/2 and 2, of 1."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    """Within 2^-23 of itself."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 

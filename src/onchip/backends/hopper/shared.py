@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from onchip.backends.hopper.parts import aggregate
+from onchip.backends.hopper.parts import aggregate, fresh
 from onchip.backends.hopper.variant import Variant
 from onchip.backends.hopper.work import Tile, Work, own_edges
 
@@ -81,7 +81,9 @@ def allocate(KIND: gl.constexpr, C: Variant):
         _barriers(C.warpgroups),
         _barriers(C.warpgroups),
         _barriers(C.stages),
-        gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(
+            gl.int32, [_word(FIELDS, C.tight), 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
     )
@@ -95,15 +97,25 @@ def allocate(KIND: gl.constexpr, C: Variant):
     return shared
 
 
-@gluon.jit
-def _put(shared, field: gl.constexpr, value):
-    shared.tile.index(field).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+@gluon.constexpr_function
+def _word(field, tight):
+    # Every second word: else several are read at once, into neighbouring registers, which have to be cleared first.
+    return 2 * field if tight else field
 
 
 @gluon.jit
-def _get(shared, field: gl.constexpr):
+def _put(shared, field: gl.constexpr, value, C: Variant):
+    shared.tile.index(_word(field, C.tight)).store(
+        gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value
+    )
+
+
+@gluon.jit
+def _get(shared, field: gl.constexpr, C: Variant):
     """On any number of warps, all of which read the same word."""
-    return gl.max(shared.tile.index(field).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return gl.max(
+        shared.tile.index(_word(field, C.tight)).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0
+    )
 
 
 @gluon.jit
@@ -113,61 +125,63 @@ def publish(t, tile: Tile, n_phase, shared, C: Variant):
     Which spares each of them, between two tiles, the divisions of `tile_at` and its looks at lists and lengths.
     """
     mbarrier.wait(shared.tile_free, n_phase)
-    _put(shared, NUMBER, t)
-    _put(shared, B, tile.b)
-    _put(shared, HEAD, tile.head)
-    _put(shared, ROW0, tile.row0)
-    _put(shared, PARTIAL, tile.partial)
-    _put(shared, FULL, tile.full)
-    _put(shared, BLOCKS, tile.blocks)
-    _put(shared, LAST, tile.last)
+    _put(shared, NUMBER, t, C)
+    _put(shared, B, tile.b, C)
+    _put(shared, HEAD, tile.head, C)
+    _put(shared, ROW0, tile.row0, C)
+    _put(shared, PARTIAL, tile.partial, C)
+    _put(shared, FULL, tile.full, C)
+    _put(shared, BLOCKS, tile.blocks, C)
+    _put(shared, LAST, tile.last, C)
     if C.left or C.right:
-        _put(shared, ORIGIN, tile.origin)
-        _put(shared, SEEN_K, tile.seen_k)
-        _put(shared, FIRST, tile.first)
-        _put(shared, END, tile.end)
+        _put(shared, ORIGIN, tile.origin, C)
+        _put(shared, SEEN_K, tile.seen_k, C)
+        _put(shared, FIRST, tile.first, C)
+        _put(shared, END, tile.end, C)
     if C.packed:
-        _put(shared, Q_START, tile.q_start)
-        _put(shared, K_START, tile.k_start)
-        _put(shared, Q_LEN, tile.q_len)
-        _put(shared, K_LEN, tile.k_len)
+        _put(shared, Q_START, tile.q_start, C)
+        _put(shared, K_START, tile.k_start, C)
+        _put(shared, Q_LEN, tile.q_len, C)
+        _put(shared, K_LEN, tile.k_len, C)
     mbarrier.arrive(shared.tile_full, count=1)
     return n_phase ^ 1
 
 
 @gluon.jit
-def published(shared, work: Work, C: Variant):
-    """The tile that was published, and its number."""
+def published(shared, work: Work, FRESH: gl.constexpr, C: Variant):
+    """The tile that was published, and its number. `FRESH`: what follows from its lengths is worked out anew."""
     zero = gl.to_tensor(0)
     q_start, k_start, q_len, k_len = zero, zero, gl.to_tensor(work.len_q), gl.to_tensor(work.len_k)
+    if FRESH and C.tight:
+        q_len, k_len = fresh(q_len), fresh(k_len)
     if C.packed:
-        q_start, k_start = _get(shared, Q_START), _get(shared, K_START)
-        q_len, k_len = _get(shared, Q_LEN), _get(shared, K_LEN)
+        q_start, k_start = _get(shared, Q_START, C), _get(shared, K_START, C)
+        q_len, k_len = _get(shared, Q_LEN, C), _get(shared, K_LEN, C)
     origin, seen_k, first, end = zero, k_len, zero, zero
     if C.left or C.right:
         origin, seen_k, first, end = (
-            _get(shared, ORIGIN),
-            _get(shared, SEEN_K),
-            _get(shared, FIRST),
-            _get(shared, END),
+            _get(shared, ORIGIN, C),
+            _get(shared, SEEN_K, C),
+            _get(shared, FIRST, C),
+            _get(shared, END, C),
         )
-    b, head, row0 = _get(shared, B), _get(shared, HEAD), _get(shared, ROW0)
+    b, head, row0 = _get(shared, B, C), _get(shared, HEAD, C), _get(shared, ROW0, C)
     partial, full, blocks, last = (
-        _get(shared, PARTIAL),
-        _get(shared, FULL),
-        _get(shared, BLOCKS),
-        _get(shared, LAST),
+        _get(shared, PARTIAL, C),
+        _get(shared, FULL, C),
+        _get(shared, BLOCKS, C),
+        _get(shared, LAST, C),
     )
     tile = Tile(b, head, row0, q_start, k_start, q_len, k_len, origin, seen_k, first, end, partial, full, blocks,
                 last)  # fmt: skip
-    return _get(shared, NUMBER), tile
+    return _get(shared, NUMBER, C), tile
 
 
 @gluon.jit
 def next_tile(n_phase, shared, work: Work, W: gl.constexpr, C: Variant):
     """For a computing warpgroup: the next tile, its number, and the next phase."""
     mbarrier.wait(shared.tile_full, n_phase)
-    t, tile = published(shared, work, C)
+    t, tile = published(shared, work, True, C)
     if C.uneven:
         tile = own_edges(tile, W, C)
     mbarrier.arrive(shared.tile_free, count=1)

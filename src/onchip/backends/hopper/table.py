@@ -99,7 +99,9 @@ def kind(problem: Problem) -> str:
         return "modified"
     # Tiles of 192 queries pay under a causal mask as they do under none, where its first tile takes the rows that are
     # missing (`Variant.from_end`). Packed sequences end anywhere, and of other masks, windows among them, tiles of 192
-    # compute more that is hidden.
+    # compute more that is hidden. What is asked pair by pair spills in the loop of three warpgroups.
+    if set(problem.mask_parts) - {"band", "rows"}:
+        return "short"
     causal = problem.mask_parts == ("band",) and problem.layout == "dense" and not problem.bounded[0]
     return "short" if problem.seqlen_q <= (1024 if causal or not problem.mask_parts else 4096) else "long"
 

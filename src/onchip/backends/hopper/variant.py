@@ -35,6 +35,9 @@ class Variant(NamedTuple):
     edges: bool  # some blocks of a visit are masked, as `Tile` says; of a band, beside the first one
     modified: bool  # scores change before the softmax
     share_q: bool  # the output leaves through the queries' shared memory
+    tight: (
+        bool  # registers are few: values used once a tile are made there (`parts.wide` and what follows it)
+    )
 
 
 def variant(problem: Problem, chosen: Config, pack: int, divisor: tuple[int, int] | None = None) -> Variant:
@@ -50,6 +53,7 @@ def variant(problem: Problem, chosen: Config, pack: int, divisor: tuple[int, int
         exact = not (divisor[0] % tile_q or divisor[1] % tile_n or problem.seqlen_k % tile_n)
     edges = right or left or not (band_only or exact)
     uneven = band_only and right and chosen.tile_m // pack > chosen.tile_n
+    masked = packed or (bool(problem.mask_parts) and not exact) or problem.seqlen_k % chosen.tile_n != 0
     fits = chosen.shared_memory(dim, dim_v) <= _SHARED
     return Variant(
         warpgroups=chosen.warpgroups,
@@ -65,7 +69,7 @@ def variant(problem: Problem, chosen: Config, pack: int, divisor: tuple[int, int
         dynamic=packed or bool(problem.mask_parts),
         band_only=band_only,
         exact=exact,
-        masked=packed or (bool(problem.mask_parts) and not exact) or problem.seqlen_k % chosen.tile_n != 0,
+        masked=masked,
         right=right,
         left=left,
         from_end=lead(problem, chosen, pack) > 0,
@@ -73,6 +77,7 @@ def variant(problem: Problem, chosen: Config, pack: int, divisor: tuple[int, int
         edges=edges,
         modified=modifies(problem),
         share_q=not fits,
+        tight=held > 0 or masked or bool(problem.mask_parts) or modifies(problem),
     )
 
 

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from onchip.backends.compiled.rules import first_diagonal, last_diagonal, spans
-from onchip.backends.hopper.parts import BOUND, aggregate, load_async, packed_rows, store_async
+from onchip.backends.hopper.parts import BOUND, aggregate, load_async, packed_rows, row_at, store_async
 from onchip.backends.hopper.variant import Variant
 from onchip.rules import Band
 
@@ -203,8 +203,8 @@ def block_at(tile, work: Work, position, C: Variant):
     number = tile.last - position
     if work.lists is not None:
         i = tile.row0 // (64 * C.warpgroups // C.pack)
-        row = tile.b.to(gl.int64) * work.lists.batch + tile.head * work.lists.head + i * work.lists.row
-        number = gl.load(work.lists.tiles + row * work.width + position)
+        row = tile.b * work.lists.batch + tile.head * work.lists.head + i * work.lists.row
+        number = gl.load(row_at(work.lists.tiles, row, work.width) + position)
     return number * C.tile_n
 
 
