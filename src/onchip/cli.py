@@ -285,15 +285,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 @app.command()
 def tune(
-    dims: Annotated[str, typer.Option(help="Head dims: of 64, 128 and 256, comma-separated.")] = "64,128,256",
+    dims: Annotated[str, typer.Option(help="Head dims: of 64, 128, 256 and 512, comma-separated.")] = "64,128,256",
     itemsize: Annotated[int, typer.Option(help="Bytes of a number: 2 (float16, bfloat16) or 4.")] = 2,
     seqlen: Annotated[int, typer.Option(min=256, help="Queries and keys of the timed problems.")] = 8192,
 ) -> None:
     """Measure every tile size on this GPU and keep the fastest for later runs (some minutes)."""
     chosen = flags.names("--dims", dims)
-    if not chosen or not {*chosen} <= {"64", "128", "256"} or itemsize not in (2, 4):
+    if not chosen or not {*chosen} <= {"64", "128", "256", "512"} or itemsize not in (2, 4):
         flags.stop(
-            f"got dims {dims!r} and itemsize {itemsize}, expected dims of 64,128,256 and itemsize 2 or 4"
+            f"got dims {dims!r} and itemsize {itemsize}, expected dims of 64,128,256,512 and itemsize 2 or 4"
         )
     import torch
 

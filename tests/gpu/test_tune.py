@@ -21,8 +21,8 @@ def own_cache(tmp_path, monkeypatch):
     launch.forget()
 
 
-def problem(dim=64):
-    q = torch.empty(1, 256, 2, dim, dtype=torch.float16)
+def problem(dim=64, dtype=torch.float16):
+    q = torch.empty(1, 256, 2, dim, dtype=dtype)
     return dense(q, q, q, *check_types(None, None), None, 0.0, True)[1]
 
 
@@ -38,6 +38,18 @@ def test_kept_rows_replace_the_table(monkeypatch):
     assert table.config(problem(), "dq", Facts(9, 132, "another device")) == before
     tune.keep({Row("forward", 64, 2): [Timed(Config(64, 64, 4, 2), (1.0, 1.0))]})
     assert {row["pass"] for row in json.loads(path.read_text())["devices"]["a device"]} == {"dq", "forward"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", tune.DIMS)
+def test_every_kept_row_is_taken(monkeypatch, dim, dtype):
+    facts = Facts(9, 132, "a device")
+    monkeypatch.setattr(tune, "device_facts", lambda index: facts)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    rows = tune.rows(dim, dtype.itemsize)
+    wanted = {row: Config(16, 16 << n, 2, 5) for n, row in enumerate(rows)}
+    tune.keep({row: [Timed(config, (1.0, 1.0))] for row, config in wanted.items()})
+    assert {row: table.config(problem(dim, dtype), row.step, facts) for row in rows} == wanted
 
 
 def test_what_never_ran_is_not_kept(monkeypatch):

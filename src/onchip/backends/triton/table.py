@@ -49,13 +49,17 @@ TABLE: dict[tuple[str, int, int], Config] = {
     # fp32 runs on the FMA units: small tiles, held in registers.
     ("forward", 64, 4): Config(64, 32, 8, 2),
     ("forward", 128, 4): Config(32, 32, 8, 2),
+    ("forward", 256, 4): Config(16, 16, 8, 1),
     ("forward", 512, 4): Config(16, 16, 8, 1),
     ("dkdv", 64, 4): Config(32, 32, 8, 1),
     ("dkdv", 128, 4): Config(16, 32, 8, 1),
+    ("dk", 256, 4): Config(16, 16, 8, 1),
+    ("dv", 256, 4): Config(16, 16, 8, 1),
     ("dk", 512, 4): Config(16, 16, 8, 1),
     ("dv", 512, 4): Config(16, 16, 8, 1),
     ("dq", 64, 4): Config(32, 32, 8, 1),
     ("dq", 128, 4): Config(32, 16, 8, 1),
+    ("dq", 256, 4): Config(16, 16, 8, 1),
     ("dq", 512, 4): Config(16, 16, 8, 1),
 }
 

@@ -28,7 +28,7 @@ from onchip.backends.triton.table import Config
 from onchip.problem import Operands, Problem, Saved, check_types, dense
 
 NEEDS = {"dkdv": ("k", "v"), "dk": ("k",), "dv": ("v",), "dq": ("q",)}
-DIMS = (64, 128, 256)
+DIMS = (64, 128, 256, 512)  # of the table, for either itemsize
 TOKENS, WIDTH = 16384, 2048
 
 
@@ -56,11 +56,13 @@ def rows(dim: int, itemsize: int) -> list[Row]:
 def candidates(row: Row) -> Iterator[Config]:
     """Tiles that may fit: the limits are a tile's registers and its share of shared memory."""
     sides = (16, 32, 64, 128) if row.itemsize == 2 else (16, 32, 64)
+    # Where a row takes many registers, tiles of few are the ones that fit.
+    least, most = (1024, 1 << 14) if row.itemsize == 2 and row.dim <= 256 else (256, 2048)
     for tile_m, tile_n, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3, 4)):
         by_key = row.step in ("dkdv", "dk", "dv")
         kept = (tile_n if by_key else tile_m) * row.dim * (2 if row.step == "dkdv" else 1)
         staged = (tile_m if by_key else tile_n) * row.dim * 2 * row.itemsize * stages
-        if tile_m * tile_n < 1024 or kept > 256 * warps * 32 // 2 or staged > 200 * 1024:
+        if not least <= tile_m * tile_n <= most or kept > 256 * warps * 32 // 2 or staged > 200 * 1024:
             continue
         yield Config(tile_m, tile_n, warps, stages)
 
