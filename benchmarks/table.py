@@ -158,6 +158,24 @@ def host(run: dict) -> str:
     return "\n" + rows(["machine", "commit", *names.values()], body)
 
 
+def tiles(run: dict) -> str:
+    header = [
+        "pass",
+        "dim",
+        "bytes of a number",
+        "seqlen",
+        "tile_m, tile_n, warps, stages",
+        "full ms",
+        "causal ms",
+    ]
+    body = [
+        [r["pass"], str(r["dim"]), str(r["itemsize"]), str(r["seqlen"]), ", ".join(map(str, r["config"]))]
+        + [f"{r[name]:.2f}" for name in ("full_ms", "causal_ms")]
+        for r in run["results"]
+    ]
+    return "\n16384 tokens, heads x dim = 2048.\n\n" + rows(header, body)
+
+
 def watch(run: dict) -> str:
     header = [
         "run",
@@ -181,6 +199,7 @@ def main() -> None:
         ("Hopper backend, other problems", "h200-hopper-others", others),
         ("Triton backend", "h200-triton", gpu),
         ("Host time of one small call on four machines, microseconds", "h200-host", host),
+        ("Triton backend: tiles tried for float32", "h200-tiles", tiles),
         ("CPU: native kernels", "cpu-native", native),
         ("CPU: native kernels on a newer core (an earlier commit)", "cpu-native-zen5", native),
         ("CPU: the tiled loop of torch operations", "cpu-tiled", cpu),

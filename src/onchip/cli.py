@@ -285,7 +285,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 @app.command()
 def tune(
-    dims: Annotated[str, typer.Option(help="Head dims: of 64, 128, 256 and 512, comma-separated.")] = "64,128,256",
+    dims: Annotated[
+        str, typer.Option(help="Head dims: of 64, 128, 256 and 512, comma-separated.")
+    ] = "64,128,256",
     itemsize: Annotated[int, typer.Option(help="Bytes of a number: 2 (float16, bfloat16) or 4.")] = 2,
     seqlen: Annotated[int, typer.Option(min=256, help="Queries and keys of the timed problems.")] = 8192,
 ) -> None:
