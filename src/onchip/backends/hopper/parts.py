@@ -115,8 +115,8 @@ def packed_rows(start, size, row):
     return start + size, BOUND - size + row
 
 
-# What follows keeps values out of registers in which the compiler would carry them through the loops, for use once a
-# tile: it makes them where the kernel starts, and the assembler then puts what it has no register for into memory.
+# `wide` to `zero_of`: what follows from arguments alone, LLVM works out where the kernel starts, and where registers
+# are few, the assembler keeps it in memory. By these it is made where it is used, once a tile.
 
 
 @gluon.jit

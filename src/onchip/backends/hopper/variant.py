@@ -35,9 +35,7 @@ class Variant(NamedTuple):
     edges: bool  # some blocks of a visit are masked, as `Tile` says; of a band, beside the first one
     modified: bool  # scores change before the softmax
     share_q: bool  # the output leaves through the queries' shared memory
-    tight: (
-        bool  # registers are few: values used once a tile are made there (`parts.wide` and what follows it)
-    )
+    tight: bool  # registers are few: what is used once a tile is made there (`parts.wide` to `zero_of`)
 
 
 def variant(problem: Problem, chosen: Config, pack: int, divisor: tuple[int, int] | None = None) -> Variant:
