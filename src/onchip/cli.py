@@ -293,16 +293,19 @@ def tune(
 ) -> None:
     """Measure every tile size on this GPU and keep the fastest for later runs (some minutes)."""
     chosen = flags.names("--dims", dims)
-    if not chosen or not {*chosen} <= {"64", "128", "256", "512"} or itemsize not in (2, 4):
-        flags.stop(
-            f"got dims {dims!r} and itemsize {itemsize}, expected dims of 64,128,256,512 and itemsize 2 or 4"
-        )
     import torch
+
+    from onchip.backends.triton import table
+
+    known = [*map(str, table.DIMS)]
+    if not chosen or not {*chosen} <= {*known} or itemsize not in (2, 4):
+        expected = f"dims of {','.join(known)} and itemsize 2 or 4"
+        flags.stop(f"got dims {dims!r} and itemsize {itemsize}, expected {expected}")
 
     if not torch.cuda.is_available():
         flags.stop("tune found no GPU, expected one that Triton serves")
     flags.need(("triton",), "tune", "pip install triton")
-    from onchip.backends.triton import table, tune as tuning
+    from onchip.backends.triton import tune as tuning
 
     def report(row: tuning.Row, timed: tuning.Timed) -> None:
         ms = "does not fit" if timed.ms is None else "full {:.3f} ms, causal {:.3f} ms".format(*timed.ms)

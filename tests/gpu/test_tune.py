@@ -41,7 +41,7 @@ def test_kept_rows_replace_the_table(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("dim", tune.DIMS)
+@pytest.mark.parametrize("dim", table.DIMS)
 def test_every_kept_row_is_taken(monkeypatch, dim, dtype):
     facts = Facts(9, 132, "a device")
     monkeypatch.setattr(tune, "device_facts", lambda index: facts)
@@ -66,10 +66,16 @@ def test_a_broken_file_is_named():
 
 
 @pytest.mark.parametrize(
-    "dim, steps", [(64, ["forward", "dkdv", "dq"]), (256, ["forward", "dk", "dv", "dq"])]
+    "dim, steps",
+    [
+        (64, ["forward", "dkdv", "dq"]),
+        (256, ["forward", "dk", "dv", "dq"]),
+        (512, ["forward", "dk", "dv", "dq"]),
+    ],
 )
-def test_every_pass_has_candidates(dim, steps):
-    rows = tune.rows(dim, 2)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_pass_has_candidates(dim, steps, itemsize):
+    rows = tune.rows(dim, itemsize)
     assert [row.step for row in rows] == steps
     for row in rows:
         found = list(tune.candidates(row))

@@ -294,7 +294,8 @@ def compute(shared, o_desc, lse, work: Work, score, scale, W: gl.constexpr, FN: 
                         True, W, FN, MOD, C)  # fmt: skip
                 # True, but not known to be: in one block with the step, the assembler leaves its weights unpacked, in
                 # twice the registers, until the output is written.
-                if tile.head >= 0 if C.held > 0 or C.modified else True:
+                apart = tile.head >= 0 if C.held > 0 or C.modified else True
+                if apart:
                     finish(o, last_max, last_sum, turn ^ 1, shared, o_desc, lse, score, tile, W, C)
                 free_queries(shared, W, C)
                 o = gl.zeros([64, C.dim_v], gl.float32, accumulator(C.dim_v))

@@ -66,6 +66,8 @@ TABLE: dict[tuple[str, int, int], Config] = {
     ("dq", 512, 4): Config(16, 16, 8, 1),
 }
 
+DIMS = tuple(sorted({dim for _, dim, _ in TABLE}))
+
 # The same where scores are modified or a mask is a function, which takes registers: with a mod 7.1 ms for 8.9
 # (H200, 2026-12-01).
 CROWDED: dict[tuple[str, int, int], Config] = {("dkdv", 128, 2): Config(32, 64, 4, 3)}

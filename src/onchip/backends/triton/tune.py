@@ -28,7 +28,6 @@ from onchip.backends.triton.table import Config
 from onchip.problem import Operands, Problem, Saved, check_types, dense
 
 NEEDS = {"dkdv": ("k", "v"), "dk": ("k",), "dv": ("v",), "dq": ("q",)}
-DIMS = (64, 128, 256, 512)  # of the table, for either itemsize
 TOKENS, WIDTH = 16384, 2048
 
 
