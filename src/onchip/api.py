@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor  # type: ignore[import-not-found]
 
-from onchip import autograd, ops, problem as problems, select
+from onchip import autograd, kept, ops, problem as problems, select
 from onchip.autograd import Call
 from onchip.inputs import Rotary, cache_layout, varlen_layout
 from onchip.layout import Cache, Layout
@@ -62,8 +62,15 @@ def attention(
         rest = (mask, score, scale, dropout, seed, deterministic, backend)
         out, lse = ops.attention(q, k, v, (None,) * 4, (None, None), *rest)
     else:
-        place, problem = problems.dense(q, k, v, mask, score, scale, dropout, deterministic)
-        out, lse = autograd.apply(_call(problem, q, k, v, place, mask, score, backend, seed))
+        whole = kept.facts(q, k, v, mask, score, scale, dropout, seed, deterministic, backend)
+        call = kept.recall(whole, q, k, v)
+        if call is not None:
+            out, lse = autograd.apply(call)
+        else:
+            place, problem = problems.dense(q, k, v, mask, score, scale, dropout, deterministic)
+            call = _call(problem, q, k, v, place, mask, score, backend, seed)
+            out, lse = autograd.apply(call)
+            kept.keep(whole, call)
     out = out.transpose(1, 2) if layout == "bhsd" else out
     return (out, lse) if return_lse else out
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from onchip import select
 from onchip.backends import Backend
-from onchip.problem import Operands, Problem, Saved, resolved
+from onchip.problem import Operands, Output, Problem, Saved, resolved
 from onchip.tiles import Tiles
 
 INPUTS = ("q", "k", "v", "bias", "alibi", "sink")
@@ -34,9 +34,17 @@ class Call:
     operands: Operands
     backend: Backend
     tiles: Tiles
+    run: Callable[[Operands], Output | None] | None = None  # the backend's `again`, of a call that repeats
+    kept: Call | None = None  # the one that it repeats, without tensors
+
+    def forward(self) -> Output:
+        found = None if self.run is None else self.run(self.operands)
+        return self.backend.forward(self.problem, self.operands, self.tiles) if found is None else found
 
     def unbound(self) -> Call:
         """Without the tensors that may get a gradient: who saves those decides how long they live."""
+        if self.kept is not None:
+            return self.kept
         _, _, _, layout, mask, score, seed = self.operands
         if (score.bias, score.alibi, score.sink) != (None, None, None):
             score = replace(score, bias=None, alibi=None, sink=None)
@@ -73,7 +81,7 @@ def apply(call: Call) -> tuple[Tensor, Tensor]:
             needed = any(t is not None and t.requires_grad for t in tensors)
         if needed and torch.is_grad_enabled():
             return _with_gradients(call, *tensors)[:2]
-        return call.backend.forward(call.problem, call.operands, call.tiles)[:2]
+        return call.forward()[:2]
     return _Transformed.apply(call, *tensors)[:2]  # type: ignore[misc]
 
 
@@ -99,7 +107,8 @@ def _remember(ctx: Any, inputs: tuple, output: tuple) -> None:
     """What the backward pass needs; saved tensors raise when they were changed before it."""
     call, *tensors = inputs
     ctx.call = call.unbound()
-    others = [t for t in _constants(call.operands) if not t.is_inference()]  # which cannot be saved
+    constants = () if call.kept is not None else _constants(call.operands)
+    others = [t for t in constants if not t.is_inference()]  # which cannot be saved
     ctx.save_for_backward(*tensors, *output, *others)
     if output[2] is not None:
         ctx.mark_non_differentiable(output[2])
@@ -129,7 +138,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
-        output = tuple(call.backend.forward(call.problem, call.operands, call.tiles))
+        output = tuple(call.forward())
         _remember(ctx, (call, *tensors), output)
         return output  # type: ignore[return-value]
 

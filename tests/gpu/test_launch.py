@@ -13,9 +13,10 @@ from triton.runtime import driver
 import onchip
 from onchip import problem as problems
 from onchip.backends import reference
-from onchip.backends.compiled import launch
+from onchip.backends.compiled import launch, relaunch
 from onchip.backends.hopper import launch as hopper
 from onchip.backends.triton import backward_pass, forward_pass
+from onchip.backends.triton.parts import View
 from onchip.inputs import varlen_layout
 from onchip.problem import Operands, Saved
 from onchip.tiles import Tiles
@@ -127,12 +128,25 @@ class Loaded(CompiledKernel):
         pass
 
 
+def test_a_relaunch_without_more_gives_descriptors(monkeypatch):
+    """Where a launch is left to Triton, the tensors that stand for descriptors become those of the first launch."""
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(driver, "_active", active)
+    first, other = (torch.randn(1, 4, 2, 16).half() for _ in range(2))
+    wanted, kernel = hopper.descriptor(first, 16, 16), Loaded()
+    again = relaunch.relaunch(kernel, (1, 1, 1), (5, wanted), ("c",))
+    again((6, other))
+    number, made, rest = kernel.calls[0][9:]
+    assert (number, rest, type(made), made.base) == (6, "c", type(wanted), other)
+    assert relaunch.fields_of(made) == relaunch.fields_of(wanted)
+
+
 def test_a_relaunch_is_tritons_own(monkeypatch):
     """It differs in what is for hooks, while there are none."""
     active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: 70 + device)
     monkeypatch.setattr(driver, "_active", active)
     kernel, grid = Loaded(), (2, 3, 1)
-    again = launch._relaunch(kernel, grid, ("c", "d"))
+    again = relaunch.relaunch(kernel, grid, ("a", "b"), ("c", "d"))
     kernel[grid](*"abcd")
     again(("a", "b"))
     theirs, ours = kernel.calls
@@ -170,24 +184,68 @@ if triton.__version__.startswith("3.6."):
         """The same arguments reach the driver, with descriptors taken apart."""
         monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda arg, layout: [arg, layout, 3, 4])
         theirs, ours = Noted(), Noted()
-        args = 2, 3, 1, 70, "function", "packed", None, None, None, *"abcde"[: len(signature)]
-        launcher(theirs, *signature)(*args)
-        launch._bare(launcher(ours, *signature))(*args)
+        args = tuple("abcde"[: len(signature)])
+        launcher(theirs, *signature)(2, 3, 1, 70, "function", "packed", None, None, None, *args)
+        bare(launcher(ours, *signature), args[:2], args[2:])(70, args[:2])
         assert ours.calls == theirs.calls and len(ours.calls) == 1
         assert len(ours.calls[0]) == 13 + len(signature) + 3 * signature.count("tensordesc")
+
+    def test_a_bare_launch_gives_addresses(monkeypatch):
+        """Of tensors wherever they stand, for the descriptors of which tensors do: each is encoded once by address."""
+        made = []
+
+        def encoded(descriptor, layout):
+            made.append(descriptor)
+            return [descriptor.base.data_ptr(), layout]
+
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", encoded)
+        x, y, z = tensors = [torch.randn(1, 4, 2, 16).half() for _ in range(3)]
+        described = [hopper.descriptor(t, 16, 16) for t in tensors]
+        first = (View(x, 128, 32, 16, 1), described[1], y, None, 5)
+        noted = Noted()
+        again = bare(
+            launcher(noted, "view", "tensordesc", "*fp32", "none", "i32", "place", "*fp32"),
+            first,
+            ((z, 3), z),
+        )
+        for t in (y, z, y):
+            again(70, (View(t, 128, 32, 16, 1), t, x, None, 6))
+            at = t.data_ptr()
+            view, *rest = noted.calls[-1][13:]
+            assert view == (at, 128, 32, 16, 1)
+            assert rest == [at, "layout 1", x.data_ptr(), None, 6, (z.data_ptr(), 3), z.data_ptr()]
+        assert [d.base is t for d, t in zip(made, (y, z), strict=True)] == [True, True]
+        assert all(relaunch.fields_of(d) == relaunch.fields_of(described[1]) for d in made)
+        again(70, (View(x, 128, 32, 16, 1), described[2], x, None, 6))  # a descriptor is taken as it is
+        assert made[-1] is described[2]
+
+    def test_a_bare_launch_keeps_few_descriptors(monkeypatch):
+        monkeypatch.setattr(relaunch, "_MAPS", 3)
+        made = []
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda d, layout: [made.append(d)])
+        tensors = [torch.randn(1, 4, 2, 16).half() for _ in range(4)]
+        again = bare(launcher(Noted(), "tensordesc"), (hopper.descriptor(tensors[0], 16, 16),), ())
+        for t in (*tensors, tensors[3], tensors[0]):
+            again(70, (t,))
+        assert [d.base for d in made] == [*tensors, tensors[0]]
+
+
+def bare(run, first, rest):
+    """`relaunch._bare` of a kernel on a grid of (2, 3, 1)."""
+    return relaunch._bare(run, (2, 3, 1, "function", "packed"), relaunch.Descriptors(first), first, rest)
 
 
 def test_other_launches_are_left_to_triton(monkeypatch):
     """Those that need scratch memory, on other GPUs, with a launcher of somebody's, and of other versions of Triton."""
-    assert launch._bare(launcher(Noted(), "*fp16", scratch=64)) is None
-    assert launch._bare(lambda *args: None) is None
+    assert bare(launcher(Noted(), "*fp16", scratch=64), (), ()) is None
+    assert bare(lambda *args: None, (), ()) is None
     run = launcher(Noted(), "*fp16")
     within = run.launch
     run.launch = lambda *args: within(*args)
-    assert launch._bare(run) is None
+    assert bare(run, (), ()) is None
     run.launch = within
     monkeypatch.setattr(triton, "__version__", "3.60.0")
-    assert launch._bare(run) is None
+    assert bare(run, (), ()) is None
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
@@ -197,7 +255,7 @@ def test_a_relaunch_serves_hooks(name, chained, monkeypatch):
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
     monkeypatch.setattr(driver, "_active", active)
     kernel = Loaded()
-    again = launch._relaunch(kernel, (1, 1, 1), ())
+    again = relaunch.relaunch(kernel, (1, 1, 1), ("a",), ())
     chain, hook = getattr(knobs.runtime, name), lambda metadata: None
     if chained:
         monkeypatch.setattr(chain, "calls", [hook])

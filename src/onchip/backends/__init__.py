@@ -15,6 +15,7 @@ class Backend(Protocol):
     A module may besides have: `BACKWARD`, the name of the backend that runs its backward pass; `yields(problem)`,
     why it is not chosen unless named, though it could; `refuse_on(problem, device)`, the same as `refuse` on a
     known GPU that is not here; `append(layout, q, k_cache, v_cache, k, v, rotary)`, which writes new keys into a cache;
+    `again(problem, operands)`, the forward pass of other plain dense calls of the same facts (see `onchip.kept`);
     `sweeps`, `copies` and `status`, what `plan` and `onchip doctor` ask.
     """
 

@@ -6,15 +6,14 @@ compiled for does not change while shapes, strides, dtypes and mask stay the sam
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from onchip import capture, schedule
+from onchip import capture, kept, schedule
+from onchip.backends.compiled.relaunch import relaunch
 from onchip.problem import Operands, Problem
 
 T = TypeVar("T")
@@ -24,8 +23,6 @@ FEW_SCORES = ((), ("softcap",), ("sink",), ("softcap", "sink"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _KEEP = 1024
 _kept: dict[tuple, Any] = {}
-# What Triton 3.6's launcher of a kernel with tensor descriptors consists of.
-_AROUND = {"launcher", "tensordesc_indices", "tensordesc_meta"}
 _tables = 0  # how often tables of tiles have changed: what masks keep is of one of them
 
 
@@ -37,7 +34,9 @@ class Step:
         self.again: Callable[[tuple], None] | None = None
 
     def run(self, changing: tuple, steady: bool) -> None:
-        """steady: nothing differs from other steady runs of this step but addresses, all multiples of 16 bytes."""
+        """steady: nothing differs from other steady runs of this step but addresses, all multiples of 16 bytes; then,
+        once there is an `again`, tensors do for the descriptors of them that the first of these runs was given.
+        """
         if steady and self.again is not None:
             self.again(changing)
             return
@@ -45,66 +44,7 @@ class Step:
         if steady and not INTERPRETED:
             constants = self.kernel.arg_names[len(changing) + len(self.rest) :]
             rest = (*self.rest, *(self.meta[name] for name in constants))
-            self.again = _relaunch(compiled, (*self.grid, 1, 1)[:3], rest)
-
-
-def _relaunch(compiled: Any, grid: tuple[int, int, int], rest: tuple) -> Callable[[tuple], None]:
-    """`compiled[grid](*changing, *rest)` without what it makes for hooks (of a profiler) where there are none.
-
-    That is a quarter of its time in Python. torch's Inductor too calls `run` with these arguments, which are the same
-    in Triton 3.6 and 3.9. A kernel is on one device for as long as it lives, and is launched while that is current.
-    """
-    from triton import knobs
-    from triton.runtime import driver
-
-    usual, function, packed = compiled[grid], compiled.function, compiled.packed_metadata
-    run = _bare(compiled.run) or compiled.run
-    device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
-    x, y, z = grid
-
-    def again(changing: tuple) -> None:
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        # A chain of hooks says which it has; whatever else stands here is left to Triton.
-        if getattr(enter, "calls", True) or getattr(leave, "calls", True):
-            usual(*changing, *rest)
-        else:
-            run(x, y, z, stream_of(device), function, packed, None, None, None, *changing, *rest)
-
-    return again
-
-
-def _bare(run: Any) -> Callable[..., None] | None:
-    """Triton 3.6's launcher of a kernel on NVIDIA GPUs without the way to it; None for what else there may be.
-
-    On that way it asks each argument whether it is a tensor descriptor: with 41 arguments, a quarter of the launch
-    (an H200's host, 2026-12-01: 6 of 21 us).
-    """
-    import triton
-
-    where = type(run).__module__  # which wheels for other GPUs lack
-    if where != "triton.backends.nvidia.driver" or not triton.__version__.startswith("3.6."):
-        return None
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
-    launch, found = run.launch, []
-    if inspect.isfunction(launch):
-        inside = inspect.getclosurevars(launch).nonlocals
-        if inside.keys() != _AROUND:  # somebody's, around Triton's
-            return None
-        launch = inside["launcher"]
-        found = list(zip(sorted(inside["tensordesc_indices"]), inside["tensordesc_meta"], strict=True))
-    # The last first, as each takes the place of one argument by several; before a kernel's own stand four of a launch.
-    descriptors = [(4 + i, layout) for i, layout in reversed(found)]
-    expanded = sys.modules[where].make_tensordesc_arg
-    how = run.launch_cooperative_grid, run.launch_pdl, None, None
-
-    def bare(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
-        flat = [*args]
-        for i, layout in descriptors:
-            flat[i : i + 1] = expanded(flat[i], layout)
-        launch(x, y, z, stream, function, *how, *flat)
-
-    return bare
+            self.again = relaunch(compiled, (*self.grid, 1, 1)[:3], changing, rest)
 
 
 def key(problem: Problem, operands: Operands, place: tuple[Any, ...] | None) -> tuple | None:
@@ -169,16 +109,9 @@ def aligned(*tensors: Tensor | None) -> bool:
     return bits % 16 == 0
 
 
-def described(kind: type, tensor: Tensor, fields: dict[str, Any]) -> Any:
-    """A tensor descriptor whose fields but its base are known: its own checks take longer than all else of a launch."""
-    made = object.__new__(kind)
-    made.__dict__ = fields.copy()
-    made.base = tensor
-    return made
-
-
 def forget() -> None:
     """Let every kept launch be prepared anew, as after a change of the tile table."""
     global _tables
     _tables += 1
     _kept.clear()
+    kept.forget()

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from onchip import rules
 from onchip.backends.compiled import arguments, intervals, launch, lists
 from onchip.backends.compiled.intervals import Rows
-from onchip.backends.compiled.launch import Step, aligned, described, prepared
+from onchip.backends.compiled.launch import Step, aligned, prepared
 from onchip.backends.compiled.terms import Scores
 from onchip.backends.hopper import copies
 from onchip.backends.hopper.kernel import forward_kernel
@@ -186,7 +186,6 @@ class Attend:
             rows_of = intervals.rows(problem, operands)
         elif problem.mask_parts and not C.packed:
             self.cut = cut(problem, band)
-        self.fields: tuple[dict[str, Any], ...] | None = None
         mod = arguments.mod(operands) if problem.score_parts else None
         self.step = Step(
             forward_kernel, (made.programs,),
@@ -210,19 +209,14 @@ class Attend:
         changing = *self._descriptors(q, k, v, out, steady), rows, place, score, counter
         self.step.run(changing, steady)
 
-    def _descriptors(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, steady: bool
-    ) -> list[TensorDescriptor]:
-        C, tensors = self.made.C, (q, k, v, out)
-        if steady and self.fields is not None:
-            return [described(TensorDescriptor, x, f) for x, f in zip(tensors, self.fields, strict=True)]
+    def _descriptors(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, steady: bool) -> list[Any]:
+        C = self.made.C
+        if steady and self.step.again is not None:
+            return [q, k, v, out]
         columns = C.held if 0 < C.held < C.dim else C.dim
-        made = [
+        return [
             descriptor(addressable(q), 64, columns, C.pack),
             descriptor(addressable(k), C.tile_n, C.dim),
             descriptor(addressable(v), C.tile_n, C.dim_v),
             descriptor(out, 64, C.held if C.share_q else C.dim_v, C.pack),
         ]
-        if steady:
-            self.fields = tuple({n: x for n, x in d.__dict__.items() if n != "base"} for d in made)
-        return made

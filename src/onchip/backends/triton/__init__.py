@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 
 import torch
@@ -68,6 +68,10 @@ def extra_memory(
 
 def forward(problem: Problem, operands: Operands, tiles: Tiles) -> Output:
     return needing_triton("triton.forward_pass").forward(problem, operands)
+
+
+def again(problem: Problem, operands: Operands) -> Callable[[Operands], Output | None] | None:
+    return needing_triton("triton.forward_pass").again(problem, operands)
 
 
 def append(

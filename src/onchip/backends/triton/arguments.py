@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onchip import dropout, rules
 from onchip.backends.compiled import arguments, emit, intervals, launch, lists
 from onchip.backends.compiled.intervals import Rows
+from onchip.backends.compiled.relaunch import described, fields_of
 from onchip.backends.compiled.terms import Scores
 from onchip.backends.triton.parts import Drop, Place, View
 from onchip.backends.triton.planning import device_facts
@@ -60,13 +61,6 @@ def _dims(dim: int, dim_v: int) -> dict[str, int]:
     return {"D": dim, "DIM": max(power(dim), least), "DV": dim_v, "DIM_V": max(power(dim_v), least)}
 
 
-def described(
-    pair: tuple[Tensor, Tensor], fields: tuple[dict, dict]
-) -> tuple[TensorDescriptor, TensorDescriptor]:
-    (a, b), (of_a, of_b) = pair, fields
-    return launch.described(TensorDescriptor, a, of_a), launch.described(TensorDescriptor, b, of_b)
-
-
 @lru_cache(maxsize=4096)
 def _geometry(
     shape: torch.Size, strides: tuple[int, ...], itemsize: int, rows: int, dim: int, major: int
@@ -81,8 +75,9 @@ def _geometry(
         batch = max(batch, row * length, 16)
         batch += -batch % 16
     like = torch.empty(0, dtype={2: torch.float16, 4: torch.float32}[itemsize], device="cpu")
-    made = TensorDescriptor(like, [batches, heads, length, depth], [batch, head, row, 1], [1, 1, rows, dim])
-    return {name: value for name, value in made.__dict__.items() if name != "base"}
+    return fields_of(
+        TensorDescriptor(like, [batches, heads, length, depth], [batch, head, row, 1], [1, 1, rows, dim])
+    )
 
 
 def _row(tensor: Tensor | None) -> Tensor | None:
@@ -144,12 +139,18 @@ class Launch:
         second = _geometry(b.shape, b.stride(), b.itemsize, rows, self.dims["DIM_V"], major)
         return None if first is None or second is None else (first, second)
 
-    def descriptors(self, pair: tuple[Tensor, Tensor], rows: int) -> tuple[Any, Any]:
-        """For the bulk copy engine: of two tensors, of dim and dim_v, both or none."""
+    def descriptors(self, pair: tuple[Tensor, Tensor], rows: int, again: bool = False) -> tuple[Any, Any]:
+        """For the bulk copy engine: of two tensors, of dim and dim_v, both or none.
+
+        again: as `Step.again` takes them.
+        """
         fields = self.geometries(pair, rows)
         if fields is None or any(x.data_ptr() % 16 for x in pair):
             return None, None
-        return described(pair, fields)
+        if again and self.problem.layout == "dense":  # the rows of packed tensors differ from call to call
+            return pair
+        (a, b), (of_a, of_b) = pair, fields
+        return described(TensorDescriptor, a, of_a), described(TensorDescriptor, b, of_b)
 
     @property
     def dims(self) -> dict[str, int]:

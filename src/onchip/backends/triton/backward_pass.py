@@ -133,7 +133,8 @@ class _Run:
         views = {name: view(grad) for name, grad in grads.items()}
         for name, outputs in key_passes(self.launch.problem, self.saved.needs).items():
             step, chosen = self._step(_key_step, name)
-            descriptors = self.launch.descriptors((self.launch.operands.q, self.dout), chosen.tile_m)
+            again = self.steady and step.again is not None
+            descriptors = self.launch.descriptors((self.launch.operands.q, self.dout), chosen.tile_m, again)
             targets = (views.get(output) if output in outputs else None for output in ("k", "v"))
             read = self._views(*(() if descriptors[0] is None else ("q", "dout")))
             step.run((*read, *descriptors, *self._common(), *targets), self.steady)
@@ -144,10 +145,11 @@ class _Run:
         operands, saved = self.launch.operands, self.saved
         dq = self.fresh("q")
         dslope = torch.zeros_like(self.stats[0]) if "alibi" in saved.needs else None
-        descriptors = self.launch.descriptors((operands.k, operands.v), chosen.tile_n)
+        steady = self.steady and dslope is None
+        again = steady and step.again is not None
+        descriptors = self.launch.descriptors((operands.k, operands.v), chosen.tile_n, again)
         read = self._views(*(() if descriptors[0] is None else ("k", "v")))
-        args = (*read, *descriptors, *self._common(), view(dq), dslope)
-        step.run(args, self.steady and dslope is None)
+        step.run((*read, *descriptors, *self._common(), view(dq), dslope), steady)
         if dslope is None:
             return {"q": dq}
         slopes = operands.score.alibi

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,6 @@ from onchip.backends.compiled import lists
 from onchip.backends.compiled.launch import Step, aligned, prepared
 from onchip.backends.triton.arguments import (
     Launch,
-    described,
     four_strides,
     make_view,
     view,
@@ -30,8 +31,21 @@ def forward(problem: Problem, operands: Operands) -> Output:
         out, lse, rest = forward(*with_values(problem, operands))
         return Output(out[..., :0], lse, rest)
     launch = Launch(problem, operands)
+    return _prepared(launch).run(launch)
+
+
+def again(problem: Problem, operands: Operands) -> Callable[[Operands], Output | None] | None:
+    """The forward pass of other plain dense calls of these facts, which tells where it must be run as any other."""
+    if problem.dim_v == 0:
+        return None
+    launch = Launch(problem, operands)
+    made = None if launch.key is None else _prepared(launch)
+    return None if made is None or made.attend is None else made.again(launch)
+
+
+def _prepared(launch: Launch) -> Forward:
     whole = None if launch.key is None else ("forward", *launch.key)
-    return prepared(lambda: Forward(launch, "forward"), whole, problem, operands).run(launch)
+    return prepared(lambda: Forward(launch, "forward"), whole, launch.problem, launch.operands)
 
 
 class Forward:
@@ -41,7 +55,7 @@ class Forward:
         problem, operands = launch.problem, launch.operands
         self.packed = problem.layout == "varlen"
         self.strides = tuple(four_strides(x) for x in (operands.q, operands.k, operands.v))
-        self.fields = self.attend = self.merge = None
+        self.attend = self.merge = None
         if operands.q.numel() == 0 or problem.seqlen_k == 0:
             return
         facts = device_facts(operands.q.device.index or 0)
@@ -66,8 +80,11 @@ class Forward:
                 combine_kernel, (rows,), (problem.batch, problem.seqlen_q, problem.heads_q, splits),
                 DV=problem.dim_v, DIM_V=launch.dims["DIM_V"], num_warps=1)  # fmt: skip
 
-        if problem.layout == "dense":
-            self.fields = launch.geometries((operands.k, operands.v), chosen.tile_n)
+        # Whether K and V are read by descriptors that stay the same but for addresses.
+        self.bulk = (
+            problem.layout == "dense"
+            and launch.geometries((operands.k, operands.v), chosen.tile_n) is not None
+        )
 
     def run(self, launch: Launch) -> Output:
         q = launch.operands.q
@@ -89,17 +106,37 @@ class Forward:
         self.merge.run((view(out), lse, partial, partial_lse), launch.key is not None)
         return Output(out, lse)
 
+    def again(self, first: Launch) -> Callable[[Operands], Output | None]:
+        """`run` of plain dense calls of one launch: with all that is the same in them made once."""
+        problem, step, splits = first.problem, self.attend, self.merge is not None
+        given = first.place, first.new, first.scores, *first.seed
+        of_q, of_k, of_v = self.strides
+        of_out = _like_queries(problem, first.operands.q, "meta").stride()
+        bulk = self.bulk
+        assert step is not None
+
+        def run(operands: Operands) -> Output | None:
+            q, k, v = operands[:3]
+            launched, device = step.again, q.get_device()
+            if launched is None or (device >= 0 and device != torch.cuda.current_device()):
+                return None
+            if splits:
+                return self.run(Launch(problem, operands))
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+                return None
+            out, lse = _dense_outputs(problem, q)
+            keys = (None, None, k, v) if bulk else (make_view((k, *of_k)), make_view((v, *of_v)), None, None)
+            target = make_view((out, *of_out)), lse, None, problem.seqlen_q
+            launched((make_view((q, *of_q)), *keys, *given, *target))
+            return Output(out, lse)
+
+        return run
+
     def _outputs(self, launch: Launch) -> tuple[Tensor, Tensor]:
         problem, q = launch.problem, launch.operands.q
-        if problem.dim_v == problem.dim:
-            out = torch.empty_like(q)
-        else:
-            out = torch.empty((*q.shape[:-1], problem.dim_v), dtype=q.dtype, device=q.device)
         if not self.packed:
-            # Sizes one by one: with a tuple of them it takes a third longer.
-            return out, torch.empty(
-                problem.batch, problem.heads_q, problem.seqlen_q, dtype=torch.float32, device=q.device
-            )
+            return _dense_outputs(problem, q)
+        out = _like_queries(problem, q)
         lse = torch.empty((problem.heads_q, q.shape[0]), dtype=torch.float32, device=q.device)
         if launch.operands.layout.used_q is not None:  # type: ignore[union-attr]
             out.zero_()  # rows past a sequence's used length are not written
@@ -110,8 +147,8 @@ class Forward:
         """The forward kernel; out and lse may be the splits' partial results, (split, batch) for batch."""
         q, k, v, _, _, score, _ = launch.operands
         steady = launch.key is not None and aligned(q, k, v, score.sink, *launch.small_tensors)
-        if self.fields is not None and steady:
-            k_desc, v_desc = described((k, v), self.fields)
+        if steady and self.bulk and self.attend.again is not None:
+            k_desc, v_desc = k, v
         else:
             k_desc, v_desc = launch.descriptors((k, v), self.chosen.tile_n)
         of_q, of_k, of_v = self.strides
@@ -121,3 +158,15 @@ class Forward:
         self.attend.run(
             (make_view((q, *of_q)), *of_keys, k_desc, v_desc, launch.place, launch.new, launch.scores, *launch.seed,
              out, lse, rest, lse_stride), steady)  # fmt: skip
+
+
+def _like_queries(problem: Problem, q: Tensor, device: str | None = None) -> Tensor:
+    if problem.dim_v == problem.dim:
+        return torch.empty_like(q, device=device)
+    return torch.empty((*q.shape[:-1], problem.dim_v), dtype=q.dtype, device=device or q.device)
+
+
+def _dense_outputs(problem: Problem, q: Tensor) -> tuple[Tensor, Tensor]:
+    # Sizes one by one: with a tuple of them it takes a third longer.
+    sizes = problem.batch, problem.heads_q, problem.seqlen_q
+    return _like_queries(problem, q), torch.empty(*sizes, dtype=torch.float32, device=q.device)
