@@ -7,17 +7,11 @@ What the backend would launch is compiled, by the assembler of the Triton that i
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-from compile_kernels import Offline, record
+from compile_kernels import offline, record
 from sass import disassembly, unset
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.runtime import driver
 
 import onchip
 from onchip import problem as problems
@@ -52,16 +46,6 @@ CASES = {
 }
 
 
-def assembler_report(ptx: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "kernel.o")]
-        run = subprocess.run(command, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-1000:]
-        return run.stderr + run.stdout
-
-
 def loops(sass: str) -> list[str]:
     """The innermost loops: from a label to the nearest branch back to it, without another such pair inside."""
     lines = sass.splitlines()
@@ -90,9 +74,8 @@ def report(case: str) -> dict:
     found: list = []
     launch.Step.run = record(found)
     launch.forward(problem, Operands(q, k, k, place, mask, score))
-    ((_, compiled),) = found
+    ((_, compiled, text),) = found
     ptx, sass = compiled.asm["ptx"], disassembly(compiled.asm["cubin"])
-    text = assembler_report(ptx)
     products = [loop for loop in loops(sass) if "HGMMA" in loop]
     return {
         "case": case,
@@ -146,8 +129,7 @@ def rescaled(loop: str) -> tuple[dict[str, int], list[str]]:
 
 
 def main(share: int, shares: int) -> None:
-    Offline.target = GPUTarget("cuda", 90, 32)
-    driver.set_active(Offline())
+    offline("cuda:90")
     launch.multiprocessors = lambda index: 132
     launch.zero = lambda device: torch.zeros(1, dtype=torch.int32)
     for case in list(CASES)[share::shares]:

@@ -5,19 +5,18 @@
 The launches of the backend itself are recorded, so what is compiled is what runs.
 """
 
+import io
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import redirect_stdout
 
 import torch
 from sass import disassembly, unset
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 import onchip
@@ -53,6 +52,9 @@ CASES = {
     # Not for the bulk copy engine; values narrower than keys, and the other way round.
     "window d100, dim_v 3": ((100, 3), onchip.window(300, 5), onchip.Score(), 0.0),
     "full d17, dim_v 63": ((17, 63), onchip.Mask(), onchip.Score(), 0.0),
+    "full d512": (512, onchip.Mask(), onchip.Score(), 0.0),
+    # Rows of the table alone: as every call in float32, on the units that multiply and add.
+    **{f"float32 d{dim}": (dim, onchip.Mask(), onchip.Score(), 0.0) for dim in (64, 128, 256, 512)},
 }
 # What they are there for, descriptors of matrix products, no other chip has.
 HOPPER_ONLY = ("window d100, dim_v 3", "full d17, dim_v 63")
@@ -89,37 +91,40 @@ class Offline(DriverBase):
         raise NotImplementedError
 
 
+def offline(target: str) -> tuple[str, str]:
+    """Compile for this chip, and let the assembler's report be printed; its maker and name."""
+    backend, arch = target.split(":")
+    cuda = backend == "cuda"
+    Offline.target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
+    driver.set_active(Offline())
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    return backend, arch
+
+
 def record(found: list):
-    """In place of `Step.run`: compiles where the step would launch."""
+    """In place of `Step.run`: compiles where the step would launch, and notes what the assembler said of the kernel."""
+    reports: dict[str, str] = {}
 
     def compile_only(step, changing: tuple, steady: bool) -> None:
-        compiled = step.kernel.warmup(*changing, *step.rest, grid=(1,), **step.meta)
-        found.append((step.kernel.fn.__name__, compiled))
+        said = io.StringIO()
+        with redirect_stdout(said):
+            compiled = step.kernel.warmup(*changing, *step.rest, grid=(1,), **step.meta)
+        # Of a kernel that two cases have in common it speaks once.
+        report = reports.setdefault(compiled.hash, said.getvalue())
+        found.append((step.kernel.fn.__name__, compiled, report))
 
     return compile_only
 
 
-def registers(ptx: str, arch: int) -> tuple[int, int]:
-    """(registers, bytes of spill stores), from ptxas."""
-    ptxas = get_ptxas(arch).path  # which of its assemblers Triton takes differs by version and chip
-    name = re.search(r"\.target (\w+)", ptx).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [ptxas, "-v", f"--gpu-name={name}", source, "-o", Path(folder, "kernel.o")]
-        run = subprocess.run(command, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-1000:]
-        report = run.stderr
-    spills = re.search(r"(\d+) bytes spill stores", report)
-    return int(re.search(r"Used (\d+) registers", report).group(1)), int(spills.group(1)) if spills else 0
+def registers(report: str) -> tuple[int, int]:
+    """(registers, bytes of spill stores), as ptxas reports them."""
+    (spills,) = re.findall(r"(\d+) bytes spill stores", report)
+    (used,) = re.findall(r"Used (\d+) registers", report)
+    return int(used), int(spills)
 
 
 def main(spec: str) -> None:
-    backend, arch = spec.split(":")
-    Offline.target = GPUTarget(
-        backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64
-    )
-    driver.set_active(Offline())
+    backend, arch = offline(spec)
     major = int(arch) // 10 if backend == "cuda" else 0
     for module in (arguments, forward_pass, backward_pass):
         module.device_facts = lambda index: Facts(major, 132, "")
@@ -129,7 +134,8 @@ def main(spec: str) -> None:
     for case in wanted:
         dims, mask, score, dropout = CASES[case]
         dim, dim_v = dims if isinstance(dims, tuple) else (dims, dims)
-        q, v = (torch.empty(1, 1024, 4, n, dtype=torch.bfloat16) for n in (dim, dim_v))
+        dtype = torch.float32 if case.startswith("float32") else torch.bfloat16
+        q, v = (torch.empty(1, 1024, 4, n, dtype=dtype) for n in (dim, dim_v))
         place = problems.dense_layout(q, q, v)
         problem = problems.state(q, q, v, place, "dense", mask, score, dropout=dropout)
         seed = torch.zeros(1, dtype=torch.int64) if case.endswith("in memory") else 0
@@ -140,11 +146,11 @@ def main(spec: str) -> None:
         backward_pass.backward(
             problem, operands, Saved(output.out, output.lse, None, needs), torch.empty_like(output.out), None
         )
-        for kernel, compiled in found:
+        for kernel, compiled, report in found:
             line = {"case": case, "kernel": kernel, "shared": compiled.metadata.shared}
             if backend == "cuda":
                 ptx = compiled.asm["ptx"]
-                line["registers"], line["spills"] = registers(ptx, int(arch))
+                line["registers"], line["spills"] = registers(report)
                 line["unset"] = unset(disassembly(compiled.asm["cubin"])) if arch == "90" else []
                 line["fused"] = "fma.rn" in ptx
                 line["tensor_core"] = bool(re.search(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx))

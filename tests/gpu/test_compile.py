@@ -19,6 +19,20 @@ MORE_SPILLS = {  # Ampere's products keep both operands in registers
     ("cuda:80", "bias d64", "dbias_kernel"): 260,
     ("cuda:80", "dropout d64", "dq_kernel"): 160,
     ("cuda:80", "dropout d64, its seed in memory", "dq_kernel"): 160,
+    # Float32 multiplies in registers. On the H200 these tiles are faster than any that were tried without spills.
+    **{
+        ("cuda:90", f"float32 d{dim}", step): known
+        for dim, forward, dkdv, dq in (
+            (64, 620, 0, 870),
+            (128, 320, 0, 690),
+            (256, 5300, 0, 3500),
+            (512, 2900, 0, 0),
+        )
+        for step, known in (("forward_kernel", forward), ("dkdv_kernel", dkdv), ("dq_kernel", dq))
+    },
+    ("cuda:90", "full d512", "dq_kernel"): 2900,  # 2.9 ms; 3.6 in smaller tiles
+    ("cuda:100", "full d512", "forward_kernel"): 180,
+    **{("cuda:100", "float32 d256", f"{step}_kernel"): 900 for step in ("forward", "dkdv", "dq")},
     # Two programs a multiprocessor all the same: faster than smaller tiles without spills (backends/triton/table.py).
     ("cuda:90", "causal d128", "dkdv_kernel"): 190,
     ("cuda:90", "window d128", "dkdv_kernel"): 330,
@@ -52,7 +66,9 @@ def check(kernels: list[dict], target: str, spills: int) -> None:
         assert not (kernel.get("fused") and kernel["kernel"] == "delta_kernel"), (
             "its sum differs between lanes"
         )
-        assert kernel["tensor_core"] == (kernel["kernel"] in PRODUCTS), kernel
+        # NVIDIA's round what they multiply to 10 bits, AMD's have products of float32.
+        units = kernel["kernel"] in PRODUCTS and ("hip" in target or "float32" not in kernel["case"])
+        assert kernel["tensor_core"] == units, kernel
 
 
 @pytest.mark.parametrize("target", SHARED)
@@ -77,5 +93,6 @@ def test_a_register_that_nothing_sets_is_seen():
 
 if NEWEST.exists():
 
-    def test_kernels_compile_with_the_newest_triton():
-        check(compiled("cuda:90", NEWEST), "cuda:90", 3 * SPILLS)
+    @pytest.mark.parametrize("target", SHARED)
+    def test_kernels_compile_with_the_newest_triton(target):
+        check(compiled(target, NEWEST), target, 3 * SPILLS)

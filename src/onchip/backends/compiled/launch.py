@@ -30,7 +30,8 @@ class Step:
     """A kernel on a grid. `rest`: its arguments after those that differ from call to call; meta: its constants."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], rest: tuple, **meta: Any):
-        self.kernel, self.grid, self.rest, self.meta = kernel, grid, rest, meta
+        # Triton 3.10 is to change what holds where nothing is said.
+        self.kernel, self.grid, self.rest, self.meta = kernel, grid, rest, {"enable_fp_fusion": True, **meta}
         self.again: Callable[[tuple], None] | None = None
 
     def run(self, changing: tuple, steady: bool) -> None:

@@ -191,7 +191,7 @@ def _meta(launch: Launch, chosen: Config, function: Any) -> dict[str, Any]:
 
 def _delta_step(launch: Launch, name: str) -> Step:
     problem = launch.problem
-    tile = 32 if problem.dim_v <= 128 else 16
+    tile = 32 if problem.dim_v <= 128 else 16 if problem.dim_v <= 256 else 8
     rows = statistics_shape(problem, problem.seqlen_q)[-1]  # up to the end of any tile
     m_blocks = -(-rows // tile)
     # A product fused with the first addition across lanes is rounded differently in each of them, and it is left open

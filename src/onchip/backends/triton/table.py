@@ -35,35 +35,34 @@ TABLE: dict[tuple[str, int, int], Config] = {
     ("forward", 64, 2): Config(64, 128, 4, 2),
     ("forward", 128, 2): Config(64, 64, 4, 3),
     ("forward", 256, 2): Config(128, 64, 8, 2),
-    ("forward", 512, 2): Config(64, 32, 8, 1),  # not measured: the largest that fits in shared memory
+    ("forward", 512, 2): Config(64, 32, 8, 2),
     ("dkdv", 64, 2): Config(64, 64, 4, 3),
     ("dkdv", 128, 2): Config(64, 64, 4, 2),
     ("dk", 256, 2): Config(32, 128, 8, 3),
     ("dv", 256, 2): Config(32, 128, 8, 3),
-    ("dk", 512, 2): Config(16, 32, 8, 1),  # not measured
-    ("dv", 512, 2): Config(16, 32, 8, 1),  # not measured
+    ("dk", 512, 2): Config(64, 32, 8, 1),
+    ("dv", 512, 2): Config(32, 64, 8, 1),
     ("dq", 64, 2): Config(64, 64, 4, 3),
     ("dq", 128, 2): Config(128, 64, 8, 3),
     ("dq", 256, 2): Config(128, 32, 8, 3),
-    ("dq", 512, 2): Config(32, 16, 8, 1),  # not measured
-    # fp32 runs on the FMA units: small tiles, held in registers. Up to dim 128: H200, 2026-12-02, 16384 tokens,
-    # N = 1024, best of 4 to 7 candidates over full and causal; few warps, so that a thread has more products of what
-    # it loads. Either half of dim 64's backward takes 0.53 of what it took in tiles of 32 x 32 by eight warps.
+    ("dq", 512, 2): Config(64, 32, 8, 1),
+    # fp32 runs on the FMA units: small tiles, held in registers. H200, 2026-12-02, 16384 tokens, N = 1024 (512 past dim
+    # 128), best of 4 to 18 candidates over full and causal; few warps, so that a thread has more products of what it
+    # loads. Either half of dim 64's backward takes 0.53 of what it took in tiles of 32 x 32 by eight warps.
     ("forward", 64, 4): Config(64, 32, 4, 2),
     ("forward", 128, 4): Config(16, 32, 4, 2),
-    # Past dim 128 not measured: the smallest tiles.
-    ("forward", 256, 4): Config(16, 16, 8, 1),
-    ("forward", 512, 4): Config(16, 16, 8, 1),
+    ("forward", 256, 4): Config(16, 64, 8, 1),
+    ("forward", 512, 4): Config(16, 32, 4, 1),
     ("dkdv", 64, 4): Config(32, 32, 4, 2),
     ("dkdv", 128, 4): Config(32, 32, 8, 2),
-    ("dk", 256, 4): Config(16, 16, 8, 1),
-    ("dv", 256, 4): Config(16, 16, 8, 1),
-    ("dk", 512, 4): Config(16, 16, 8, 1),
-    ("dv", 512, 4): Config(16, 16, 8, 1),
+    ("dk", 256, 4): Config(32, 32, 8, 2),
+    ("dv", 256, 4): Config(32, 32, 8, 1),
+    ("dk", 512, 4): Config(32, 16, 8, 1),
+    ("dv", 512, 4): Config(16, 16, 4, 2),
     ("dq", 64, 4): Config(64, 32, 4, 2),
     ("dq", 128, 4): Config(32, 16, 4, 2),
-    ("dq", 256, 4): Config(16, 16, 8, 1),
-    ("dq", 512, 4): Config(16, 16, 8, 1),
+    ("dq", 256, 4): Config(16, 32, 4, 2),
+    ("dq", 512, 4): Config(16, 16, 4, 2),
 }
 
 DIMS = tuple(sorted({dim for _, dim, _ in TABLE}))
@@ -85,6 +84,11 @@ SMALL: dict[tuple[str, int, int], Config] = {
     ("dq", 64, 2): Config(64, 64, 4, 2),
     ("dq", 128, 2): Config(64, 32, 4, 2),
     ("dq", 256, 2): Config(64, 32, 8, 1),
+    ("forward", 512, 2): Config(64, 32, 8, 1),
+    ("dk", 512, 2): Config(16, 32, 8, 1),
+    ("dv", 512, 2): Config(16, 32, 8, 1),
+    ("dq", 512, 2): Config(32, 16, 8, 1),
+    **{(step, dim, 4): Config(16, 16, 8, 1) for step in ("forward", "dk", "dv", "dq") for dim in (256, 512)},
 }
 
 
