@@ -21,25 +21,28 @@ def launched(monkeypatch):
     """How often kernels were launched again. The interpreter gets the same arguments as a kept launch does."""
     launch.forget()
     count = [0]
-    plain = launch.Step.run
+    plain, again = launch.Step.run, launch.relaunch
 
-    def run(step, changing, steady):
-        if not launch.INTERPRETED:
-            count[0] += steady and step.again is not None
-            return plain(step, changing, steady)
+    def counted(launched):
+        def call(changing):
+            count[0] += 1
+            launched(changing)
+
+        return call
+
+    def interpreted(step, changing, steady):
         if steady and step.again is not None:
             return step.again(changing)
         if steady:
             descriptors = Descriptors(changing)
+            step.again = counted(
+                lambda given: step.kernel[step.grid](*descriptors.filled(given), *step.rest, **step.meta)
+            )
+        return plain(step, changing, False)
 
-            def again(given):
-                count[0] += 1
-                step.kernel[step.grid](*descriptors.filled(given), *step.rest, **step.meta)
-
-            step.again = again
-        return step.kernel[step.grid](*changing, *step.rest, **step.meta)
-
-    monkeypatch.setattr(launch.Step, "run", run)
+    if launch.INTERPRETED:
+        monkeypatch.setattr(launch.Step, "run", interpreted)
+    monkeypatch.setattr(launch, "relaunch", lambda *args: counted(again(*args)))
     yield count
     launch.forget()
 
