@@ -1,5 +1,6 @@
 """A kept launch takes the compiled kernel of its first call, which Triton chose by the values of whole numbers too."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -229,6 +230,19 @@ if triton.__version__.startswith("3.6."):
         for t in (*tensors, tensors[3], tensors[0]):
             again(70, (t,))
         assert [d.base for d in made] == [*tensors, tensors[0]]
+
+    def test_a_bare_launch_holds_no_tensor(monkeypatch):
+        """As a descriptor becomes where the bulk copy engine is not used: its tensor, and its shape and strides."""
+        monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda d, layout: [d.base, *d.shape])
+        run = launcher(lambda *args: None, "tensordesc")
+        inner = nvidia.wrap_handle_tensordesc(lambda *args: None, {0: "tensordesc"}, [])
+        run.launch = inner
+        again = bare(run, (hopper.descriptor(torch.randn(1, 4, 2, 16).half(), 16, 16),), ())
+        given = torch.randn(1, 4, 2, 16).half()
+        seen = weakref.ref(given)
+        again(70, (given,))
+        del given
+        assert seen() is None
 
 
 def bare(run, first, rest):

@@ -125,9 +125,13 @@ def _bare(
                 address = given.data_ptr()
                 made = known.get(address)
                 if made is None:
+                    made = expanded(descriptors.of(i, given), layout)
                     if len(known) >= _MAPS:
                         known.clear()
-                    made = known[address] = expanded(descriptors.of(i, given), layout)
+                    if (
+                        layout is not None
+                    ):  # else it is made of the tensor itself, which nothing here may hold
+                        known[address] = made
             else:
                 made = expanded(given, layout)
             flat[i : i + 1] = made
