@@ -29,7 +29,7 @@ demo: $(VENV)/.demo  ## run the main job on real input; writes onchip-demo/repor
 
 test: $(VENV)/.test $(VENV)/.triton $(VENV)/.native  ## run the whole test suite (PYTEST_ARGS="-k mask" to select)
 	if $(PY) -c 'import triton' 2>/dev/null; then \
-	  OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS); fi
+	  OMP_NUM_THREADS=1 $(PY) -m pytest tests/gpu -n $(JOBS) --maxprocesses 8 --maxschedchunk 1 $(PYTEST_ARGS); fi
 	if command -v chromium >/dev/null; then $(PY) -m pytest tests/page $(PYTEST_ARGS); fi
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(PYTEST_ARGS)
 

@@ -26,7 +26,7 @@ CPU = ROOT / "src" / "onchip" / "backends" / "cpu"
 ISA, HOME, SHARE = "ONCHIP_CPU_ISA", "ONCHIP_CHECKS_HOME", "ONCHIP_CHECKS_SHARE"
 CONTRACT = ("test_contract_native.py", "test_native.py")
 THREADS = "test_threads_change_no_bit"  # in every share: the contract itself runs on one thread
-SHARES = {"wheel": 4, "isas": 4, "sanitize": 4, "driver": 1}  # one of so many; 1 is all
+SHARES = {"wheel": 4, "isas": 4, "sanitize": 8, "driver": 1}  # one of so many; 1 is all
 ARM = "aarch64-linux-gnu"
 # Enough for the kernels' headers; the libraries bring instructions of their own.
 DRIVER_FLAGS = {"x86_64": ("-mavx2", "-mfma", "-mf16c"), "aarch64": (), "arm64": ()}

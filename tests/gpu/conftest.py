@@ -29,6 +29,9 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
+    # What compiles for minutes comes first, and one test at a time goes to a worker (the Makefile's --maxschedchunk):
+    # in chunks one worker would get all of it.
+    items.sort(key=lambda item: not item.path.name.startswith("test_compile"))
     share = os.environ.get("ONCHIP_INTERPRETER_SHARE", "all")
     if share == "all":
         return
