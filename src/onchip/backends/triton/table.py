@@ -52,7 +52,9 @@ TABLE: dict[tuple[str, int, int], Config] = {
     ("forward", 64, 4): Config(64, 32, 4, 2),
     ("forward", 128, 4): Config(16, 32, 4, 2),
     ("forward", 256, 4): Config(16, 64, 8, 1),
-    ("forward", 512, 4): Config(16, 16, 4, 2),  # 16 x 32 with one stage 3 % less, but of Triton 3.9 spills of 40 KB
+    ("forward", 512, 4): Config(
+        16, 16, 4, 2
+    ),  # 16 x 32 with one stage 3 % less, but of Triton 3.9 spills of 40 KB
     ("dkdv", 64, 4): Config(32, 32, 4, 2),
     ("dkdv", 128, 4): Config(32, 32, 8, 2),
     ("dk", 256, 4): Config(32, 32, 8, 2),
