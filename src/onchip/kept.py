@@ -39,9 +39,8 @@ def facts(
     """
     if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
         return None
-    if (
-        not q.is_cuda and backend != "triton"
-    ):  # which its interpreter runs on a CPU, where no other call is kept
+    # On a CPU no call is kept but those of Triton's interpreter: what runs there depends on more, on traces say.
+    if not q.is_cuda and backend != "triton":
         return None
     if score is not None or seed is not None or type(dropout) is not float or dropout != 0.0:
         return None
