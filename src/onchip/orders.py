@@ -48,7 +48,7 @@ class Sweep:
     # How a backend chooses and orders the tiles to visit.
     backwards: tuple[str, ...] = ()  # the outer tiles, where the mask's band is bounded by one of these
     descending: bool = False  # the inner tiles, from the last to the first
-    listed: bool = False  # the inner tiles, from a list: partial ones, then full ones
+    listed: bool = False  # the inner tiles, from a list: partial ones, then full ones; the longest list first
     never_none: bool = False  # an outer tile that sees nothing visits the first inner one, and masks it
     by_rules: bool = False  # parts of the mask other than bands and intervals hide elements, but skip no tile
     looks: bool = False  # at the mask's elements in every visited tile, not in partial ones alone

@@ -157,10 +157,10 @@ def chosen_tiles(problem: Problem, name: str, device: str | None = None) -> Tile
 
 
 def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | None) -> tuple[Sweep, ...]:
-    """backends/triton: query tiles outside, the longest of a causal mask first; a few queries' heads are one tile.
+    """backends/triton: query tiles outside, the longest first; a few queries' heads are one tile.
 
-    Lists of tiles are made where the mask holds more than bands and intervals; over a
-    cache, whose lengths are on the device, there are none.
+    Lists of tiles are made where the mask holds more than bands and intervals; over a cache, whose lengths are on the
+    device, there are none.
     """
     from onchip.backends.triton.planning import known_facts, shares
     from onchip.backends.triton.table import packs
@@ -210,7 +210,7 @@ def _triton_backward(
     The gradient of a bias is one more, through every tile. It is taken to read a tile's rows anew, as it does where the
     bias has keys; of packed sequences it visits the tiles of the longest, which is left out.
     """
-    from onchip.backends.triton.planning import known_facts
+    from onchip.backends.triton.planning import delta_tile, known_facts
     from onchip.backends.triton.table import config, separate
 
     def own(name: str) -> Tiles:
@@ -223,7 +223,7 @@ def _triton_backward(
             name, "k", own(name), loads, stores, (), (*visits, "bias"), (), looks, products, listed=listed
         )  # fmt: skip
 
-    delta = Tiles(32 if problem.dim_v <= 128 else 16, own("dq").tile_n)
+    delta = Tiles(delta_tile(problem), own("dq").tile_n)
     found = [Sweep("delta", "q", delta, ("out", "dout", "lse"), ("row_lse", "delta"))]
     rows = ("q", "dout", "row_lse", "delta")
     if separate(problem):

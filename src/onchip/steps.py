@@ -16,7 +16,7 @@ from onchip.layout import Layout
 from onchip.mask import Mask, Region
 from onchip.orders import ALGORITHMS, SRAM, STEPS, TENSORS, Sweep
 from onchip.problem import Problem
-from onchip.schedule import FULL, Group
+from onchip.schedule import EMPTY, FULL, Group
 from onchip.score import Score
 from onchip.stored import Stored
 from onchip.tiles import Tiles
@@ -151,7 +151,10 @@ def _sweep(
     looked = amounts.looked(sweep, group).tolist()
     grid = _Grid(problem, sweep, heights, widths, _visits(sweep, group), looked, held)
     outer = range(len(grid.visits))
-    if mask.band is not None and any(getattr(mask.band, bound) is not None for bound in sweep.backwards):
+    if sweep.listed:  # as compiled/lists.py has them, the longest first
+        lengths = (group.kinds != EMPTY).sum(1 if grid.by_rows else 0)
+        outer = lengths.argsort(descending=True, stable=True).tolist()
+    elif mask.band is not None and any(getattr(mask.band, bound) is not None for bound in sweep.backwards):
         outer = outer[::-1]
     last = {j: i for i in outer for j in grid.visits[i]}
     done: set[int] = set()

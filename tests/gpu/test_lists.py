@@ -6,6 +6,9 @@ import torch
 import onchip
 from onchip import capture, problem as problems, schedule
 from onchip.backends.compiled import lists
+from onchip.backends.triton import planning
+from onchip.backends.triton.parts import tile_of
+from onchip.backends.triton.table import Facts
 from onchip.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,14 +122,14 @@ def test_the_longest_rows_come_first_and_stay_so(monkeypatch):
         place, problem = problems.dense(q, k, v, mask, None, None, 0.0, True)
         operands = problems.Operands(q, k, v, place, mask, onchip.Score())
         found, _ = lists.build(problem, operands, tiles, False, rows=True)
-        order = lists.longest_first(problem, operands, tiles, found)
+        order = lists.longest_first(problem, operands, tiles, found, False)
         lengths = found.counts.sum(-1).gather(-1, order.long())
         assert (lengths[..., :-1] >= lengths[..., 1:]).all() and lengths.unique().numel() > 2
         assert torch.equal(order.sort(-1).values, torch.arange(13, device=DEVICE).expand_as(order).int())
-        assert lists.longest_first(problem, operands, tiles, found) is order
+        assert lists.longest_first(problem, operands, tiles, found, False) is order
         with monkeypatch.context() as patch:
             patch.setattr(capture, "capturing", lambda device: True)
-            assert (lists.longest_first(problem, operands, tiles, found) is order) == lasts
+            assert (lists.longest_first(problem, operands, tiles, found, False) is order) == lasts
 
 
 def test_one_tensor_as_query_key_and_value():
@@ -157,4 +160,58 @@ def test_a_mod_of_an_infinite_score():
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for ours, truth in zip(*found, strict=True):
         assert ours.isfinite().all()
+        torch.testing.assert_close(ours, truth, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "blocks, section, heads, sequences", [(5, 6, 4, 3), (7, 1, 3, 2), (1, 4, 2, 2), (4, 2, 2, 5)]
+)
+@pytest.mark.parametrize("last_first", [False, True])
+def test_every_tile_is_some_program_s_the_longest_of_a_section_first(
+    blocks, section, heads, sequences, last_first
+):
+    programs = blocks * heads * sequences
+    taken = [tile_of.fn(pid, blocks, section, heads, None, None, last_first, 1) for pid in range(programs)]
+    assert len({*taken}) == programs and {t[1:] for t in taken} == {
+        (h, b) for h in range(heads) for b in range(sequences)
+    }
+    order = [*range(blocks)][:: -1 if last_first else 1]
+    for first in range(0, programs, blocks * section):
+        within = taken[first : first + blocks * section]
+        assert [i for i, _, _ in within] == [i for i in order for _ in range(section)]
+        assert len({t[1:] for t in within}) == section
+
+
+def test_sections_by_what_differs_in_length():
+    """One head at a time where all tiles are as long, or there is but one; else as many as share the L2 cache."""
+
+    def count(mask, step="forward", seqlen=2048, dim=64, listed=False, blocks=16, heads=4):
+        x = torch.empty(2, seqlen, heads, dim, dtype=torch.float16, device="meta")
+        problem = problems.state(x, x, x, problems.dense_layout(x, x, x), "dense", mask, None, device="cpu")
+        return planning.sections(problem, step, blocks, heads, listed, Facts(9, 132, "", 32 << 20))
+
+    causal, window = onchip.causal(), onchip.window(100, 0)
+    assert count(onchip.Mask()) == count(window) == count(causal, blocks=1) == 1
+    assert count(causal) == count(onchip.window(None, 5)) == count(window, listed=True) == 8
+    # Keys and values of a head: 8 MiB. Half of the cache holds two of them, at dim 256 three quarters of it three.
+    assert count(causal, seqlen=32768) == 2 and count(causal, seqlen=8192, dim=256) == 2
+    assert count(causal, seqlen=8192, dim=256, heads=3) == 3
+    assert count(causal, "dkdv", 16384, 128) == count(causal, "dq", 16384, 128) == 1
+    assert count(causal, "dk", 8192, 256) == 2 and count(causal, seqlen=1 << 20) == 1
+
+
+def test_lists_of_heads_that_share_keys():
+    """Each query head has its own lists; those of a key head's first one order its programs."""
+    generator = torch.Generator().manual_seed(3)
+    visible = torch.rand(1, 6, 5, 7, generator=generator).to(DEVICE) < torch.linspace(
+        0.1, 0.9, 7, device=DEVICE
+    )
+    mask = onchip.block_sparse(visible, tile=(32, 32))
+    q, k, v = (torch.randn(2, n, h, 16, device=DEVICE) for n, h in ((150, 6), (220, 2), (220, 2)))
+    dout, found = torch.randn(2, 150, 6, 16, device=DEVICE), []
+    for backend in ("triton", "reference"):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = onchip.attention(*inputs, mask=mask, backend=backend)
+        found.append((out, *torch.autograd.grad(out, inputs, dout)))
+    for ours, truth in zip(*found, strict=True):
         torch.testing.assert_close(ours, truth, atol=5e-5, rtol=1e-4)

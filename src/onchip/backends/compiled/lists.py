@@ -38,15 +38,13 @@ def size(
     tiles: Tiles,
     by_key: bool,
     rows: bool = False,
-    ordered: bool = False,
 ) -> int:
-    """Bytes of what `build` makes, which stays with the mask: an int32 a tile, and two a row of them; `ordered`: and
-    of `longest_first`."""
+    """Bytes of what `build` and `longest_first` make, which stays with the mask: an int32 a tile, three a row."""
     if not needed(problem, by_key, rows):
         return 0
     batch, heads, *blocks = _shape(problem, operands, tiles)
     lists, width = reversed(blocks) if by_key else blocks
-    return 4 * batch * heads * lists * (width + (3 if ordered else 2))
+    return 4 * batch * heads * lists * (width + 3)
 
 
 def build(
@@ -68,12 +66,16 @@ def build(
     return _kept(problem, operands, ("lists", by_key, tiles), make)
 
 
-def longest_first(problem: Problem, operands: Operands, tiles: Tiles, lists: Lists) -> Tensor:
-    """Numbers of the rows of `build`'s lists for each query tile, by how many tiles they visit: programs that draw them
-    end together. Strided as the rows, and kept as the lists are.
+def longest_first(
+    problem: Problem, operands: Operands, tiles: Tiles, lists: Lists | None, by_key: bool
+) -> Tensor | None:
+    """Numbers of the rows of `build`'s lists, by how many tiles they visit: programs that take them so end together.
+    Strided as the rows, and kept as the lists are; None without lists.
     """
+    if lists is None:
+        return None
     make = lambda: lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()  # noqa: E731
-    return _kept(problem, operands, ("order", tiles), make)
+    return _kept(problem, operands, ("order", by_key, tiles), make)
 
 
 def _kept(problem: Problem, operands: Operands, key: tuple, make: Callable[[], T]) -> T:

@@ -109,7 +109,7 @@ def extra_memory(
     pack = packs(problem, chosen.tile_m, operands.mask.dependence(problem)[1])
     own, v = Tiles(chosen.tile_m // pack, chosen.tile_n), operands.v
     copy = v[..., 0].numel() + v.numel() * v.element_size() if hides(problem, operands, own) else 0
-    listed = lists.size(problem, operands, own, False, rows=True, ordered=True)
+    listed = lists.size(problem, operands, own, False, rows=True)
     return copy + listed + intervals.size(problem, operands)
 
 

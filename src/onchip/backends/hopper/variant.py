@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from onchip.backends.compiled.order import section
 from onchip.backends.hopper.table import Config, modifies, padded
 from onchip.mask import Mask
 from onchip.problem import Problem
@@ -109,6 +110,4 @@ def packs(problem: Problem, tile_m: int, by_head: bool) -> int:
 def sections(problem: Problem, heads: int) -> int:
     """Heads (or packs of them) whose keys and values are read at once: a divisor of all, in half of the L2 cache."""
     size = problem.seqlen_k * (problem.dim + problem.dim_v) * problem.dtype.itemsize
-    most = max(_L2 // max(size, 1), 1) * max(heads // problem.heads_k, 1)
-    rows = heads * problem.batch
-    return max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
+    return section(size, heads * problem.batch, max(heads // problem.heads_k, 1), _L2)

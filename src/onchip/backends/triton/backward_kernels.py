@@ -28,6 +28,7 @@ from onchip.backends.triton.parts import (
     statistic_offsets,
     store_rows,
     tile_number,
+    tile_of,
     tile_range,
 )
 
@@ -184,10 +185,10 @@ def key_tile_loop(dk, dv, k_tile, v_tile, q: View, dout: View, q_desc, do_desc, 
 @triton.jit(do_not_specialize=["seed_lo", "seed_hi", *LENGTHS])
 def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, stats: Statistics, place: Place,
                 score: Scores, seed_lo, seed_hi, dk: View, dv: View, drop: Drop, band, flipped, rows: Rows, lists,
-                mask_args, scale, len_q, len_k, heads_q, n_blocks, width, GROUP: tl.constexpr, D: tl.constexpr,
-                DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-                FN: tl.constexpr, MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr,
-                LAST: tl.constexpr):  # fmt: skip
+                order, mask_args, scale, len_q, len_k, heads_q, n_blocks, section, width, GROUP: tl.constexpr,
+                D: tl.constexpr, DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+                TILE_N: tl.constexpr, FN: tl.constexpr, MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr,
+                FIRST: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """One program a key tile of one key head: every query head of its group in turn. dk or dv may be None."""
     WANT_K: tl.constexpr = dk is not None
     WANT_V: tl.constexpr = dv is not None
@@ -198,10 +199,7 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, stats: S
         or (MOD is not None)
     )
     pid = tl.program_id(0)
-    j = pid % n_blocks
-    heads_k = heads_q // GROUP
-    head_k = (pid // n_blocks) % heads_k
-    b = pid // n_blocks // heads_k
+    j, head_k, b = tile_of(pid, n_blocks, section, heads_q // GROUP, lists, order, False, GROUP)
     q_start, k_start, q_len, k_len = sequence(place, b, len_q, len_k, 0)
     n0 = j * TILE_N
     if n0 >= k_len:
@@ -286,10 +284,10 @@ def score_tile_grad(q_tile, do_tile, row_lse, row_rest, row_delta, k: View, v: V
 
 @triton.jit(do_not_specialize=["seed_lo", "seed_hi", *LENGTHS])
 def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, stats: Statistics, place: Place,
-              score: Scores, seed_lo, seed_hi, dq: View, dslope, drop: Drop, band, rows: Rows, lists, mask_args, scale,
-              len_q, len_k, heads_q, m_blocks, width, GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-              DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, FN: tl.constexpr,
-              MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr,
+              score: Scores, seed_lo, seed_hi, dq: View, dslope, drop: Drop, band, rows: Rows, lists, order, mask_args,
+              scale, len_q, len_k, heads_q, m_blocks, section, width, GROUP: tl.constexpr, D: tl.constexpr,
+              DIM: tl.constexpr, DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+              FN: tl.constexpr, MOD: tl.constexpr, MOD_GRAD: tl.constexpr, CLEAN: tl.constexpr, FIRST: tl.constexpr,
               LAST: tl.constexpr):  # fmt: skip
     """One program a query tile of one head. dslope (a plane as of stats) or None: each row's ALiBi slope."""
     MODIFIED: tl.constexpr = (
@@ -299,11 +297,7 @@ def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, stats: Stat
         or (MOD is not None)
     )
     pid = tl.program_id(0)
-    i = pid % m_blocks
-    if band.right is not None:
-        i = m_blocks - 1 - i
-    h = (pid // m_blocks) % heads_q
-    b = pid // m_blocks // heads_q
+    i, h, b = tile_of(pid, m_blocks, section, heads_q, lists, order, band.right is not None, 1)
     head_k = h // GROUP
     q_start, k_start, q_len, k_len = sequence(place, b, len_q, len_k, 0)
     if i * TILE_M >= q_len:

@@ -15,8 +15,15 @@ from onchip.backends.triton import backward_kernels as kernels
 from onchip.backends.triton.arguments import Launch, view, with_values
 from onchip.backends.triton.bias_kernel import dbias_kernel
 from onchip.backends.triton.parts import Statistics
-from onchip.backends.triton.planning import device_facts, key_passes, modifies, statistics_shape
-from onchip.backends.triton.table import Config, config
+from onchip.backends.triton.planning import (
+    delta_tile,
+    device_facts,
+    key_passes,
+    modifies,
+    sections,
+    statistics_shape,
+)
+from onchip.backends.triton.table import Config, Facts, config
 from onchip.layout import Varlen
 from onchip.problem import Grads, Operands, Problem, Saved
 from onchip.tiles import Tiles
@@ -178,8 +185,12 @@ class _Run:
         return -(p * d).sum(1).to(sink.dtype)
 
 
+def _facts(launch: Launch) -> Facts:
+    return device_facts(launch.operands.q.device.index or 0)
+
+
 def _config(launch: Launch, step: str) -> Config:
-    return config(launch.problem, step, device_facts(launch.operands.q.device.index or 0))
+    return config(launch.problem, step, _facts(launch))
 
 
 def _meta(launch: Launch, chosen: Config, function: Any) -> dict[str, Any]:
@@ -191,7 +202,7 @@ def _meta(launch: Launch, chosen: Config, function: Any) -> dict[str, Any]:
 
 def _delta_step(launch: Launch, name: str) -> Step:
     problem = launch.problem
-    tile = 32 if problem.dim_v <= 128 else 16 if problem.dim_v <= 256 else 8
+    tile = delta_tile(problem)
     rows = statistics_shape(problem, problem.seqlen_q)[-1]  # up to the end of any tile
     m_blocks = -(-rows // tile)
     # A product fused with the first addition across lanes is rounded differently in each of them, and it is left open
@@ -208,11 +219,13 @@ def _key_step(launch: Launch, name: str) -> tuple[Step, Config]:
     n_blocks = -(-problem.seqlen_k // chosen.tile_n)
     tiles = Tiles(chosen.tile_m, chosen.tile_n)
     tiles_of, width = lists.build(problem, launch.operands, tiles, True)
+    order = lists.longest_first(problem, launch.operands, tiles, tiles_of, True)
+    section = sections(problem, name, n_blocks, problem.heads_k, tiles_of is not None, _facts(launch))
     function, mask_args = launch.mask_function(tiles)
     step = Step(
         kernels.dkdv_kernel, (n_blocks * problem.heads_k * problem.batch,),
-        (launch.drop, launch.band, rules.flip(launch.band), launch.rows, tiles_of, mask_args,
-         problem.scale, *launch.lengths, problem.heads_q, n_blocks, width),
+        (launch.drop, launch.band, rules.flip(launch.band), launch.rows, tiles_of, order, mask_args,
+         problem.scale, *launch.lengths, problem.heads_q, n_blocks, section, width),
         **_meta(launch, chosen, function), CLEAN=launch.cleans, **launch.loops(tiles, tiles_of, function, by_key=True),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages)  # fmt: skip
     return step, chosen
@@ -223,11 +236,13 @@ def _query_step(launch: Launch, name: str) -> tuple[Step, Config]:
     m_blocks = -(-problem.seqlen_q // chosen.tile_m)
     tiles = Tiles(chosen.tile_m, chosen.tile_n)
     tiles_of, width = lists.build(problem, launch.operands, tiles, False)
+    order = lists.longest_first(problem, launch.operands, tiles, tiles_of, False)
+    section = sections(problem, name, m_blocks, problem.heads_q, tiles_of is not None, _facts(launch))
     function, mask_args = launch.mask_function(tiles)
     step = Step(
         kernels.dq_kernel, (m_blocks * problem.heads_q * problem.batch,),
-        (launch.drop, launch.band, launch.rows, tiles_of, mask_args, problem.scale, *launch.lengths,
-         problem.heads_q, m_blocks, width),
+        (launch.drop, launch.band, launch.rows, tiles_of, order, mask_args, problem.scale, *launch.lengths,
+         problem.heads_q, m_blocks, section, width),
         **_meta(launch, chosen, function), CLEAN=launch.cleans, **launch.loops(tiles, tiles_of, function),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages)  # fmt: skip
     return step, chosen

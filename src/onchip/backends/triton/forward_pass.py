@@ -18,7 +18,7 @@ from onchip.backends.triton.arguments import (
 )
 from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
 from onchip.backends.triton.parts import View
-from onchip.backends.triton.planning import cut, device_facts, keeps_rest, partial_shapes
+from onchip.backends.triton.planning import cut, device_facts, keeps_rest, partial_shapes, sections
 from onchip.problem import Operands, Output, Problem
 
 
@@ -64,12 +64,14 @@ class Forward:
         m_blocks = -(-problem.seqlen_q // tiles.tile_m)
         programs = m_blocks * problem.heads_q // pack * problem.batch
         tiles_of, width = lists.build(problem, operands, tiles, False)
+        order = lists.longest_first(problem, operands, tiles, tiles_of, False)
+        section = sections(problem, name, m_blocks, problem.heads_q // pack, tiles_of is not None, facts)
         function, mask_args = launch.mask_function(tiles)
         scale = problem.scale
         self.attend = Step(
             forward_kernel, (programs, splits),
-            (launch.drop, launch.band, launch.rows, tiles_of, mask_args, abs(scale) or 1.0, *launch.lengths,
-             problem.heads_q, m_blocks, width, splits),
+            (launch.drop, launch.band, launch.rows, tiles_of, order, mask_args, abs(scale) or 1.0, *launch.lengths,
+             problem.heads_q, m_blocks, section, width, splits),
             GROUP=problem.group, PACK=pack, **launch.dims, TILE_M=chosen.tile_m, TILE_N=chosen.tile_n, FN=function,
             MOD=launch.mod, CLEAN=launch.cleans, **launch.loops(tiles, tiles_of, function),
             SIGN=(scale > 0) - (scale < 0), SPLIT=splits > 1, num_warps=chosen.num_warps,

@@ -13,7 +13,7 @@ from onchip.backends.compiled.rules import dropout_counter, spans
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Sizes that a compiled kernel takes as they come: a new length or batch compiles nothing.
-LENGTHS = ("len_q", "len_k", "heads_q", "m_blocks", "n_blocks", "width", "splits", "batch")
+LENGTHS = ("len_q", "len_k", "heads_q", "m_blocks", "n_blocks", "section", "width", "splits", "batch")
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -183,6 +183,24 @@ def tile_range(place, band, rows: Rows, lists, b, head, i, qi, row_ok, q_len, k_
             full_lo = hi
             full_hi = hi
     return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def tile_of(pid, blocks, section, heads, lists, order, LAST_FIRST: tl.constexpr, GROUP: tl.constexpr):
+    """(tile row, head, sequence) of a program: the longest tiles of a section of heads first (compiled/order.py).
+
+    order: numbers of the lists' rows by their length. GROUP: query heads of each of `heads`, as lists have them.
+    """
+    within = pid % (blocks * section)
+    i = within // section
+    number = pid // (blocks * section) * section + within % section
+    head = number % heads
+    b = number // heads
+    if order is not None:
+        i = tl.load(order + b.to(tl.int64) * lists.batch + head * GROUP * lists.head + i * lists.row)
+    elif LAST_FIRST:
+        i = blocks - 1 - i
+    return i, head, b
 
 
 @triton.jit
