@@ -1,10 +1,10 @@
 """Checks of the native CPU kernels that build or force something: native_checks.py wheel isas sanitize driver.
 
 wheel     builds the wheel, installs it into a clean environment and runs a share of the contract there
-isas      runs half of the contract on what `make` built, for each instruction set but the best, which `make test`
-          runs, and on the tiled loop; two instruction sets take different halves
-sanitize  as wheel, built with AddressSanitizer and UndefinedBehaviorSanitizer: a quarter of the contract for the
-          best instruction set, another for the plainest
+isas      runs a share of the contract on what `make` built, for each instruction set but the best, which `make test`
+          runs whole, and on the tiled loop; two instruction sets take different shares
+sanitize  as wheel, built with AddressSanitizer and UndefinedBehaviorSanitizer: a smaller share of the contract for
+          the best instruction set, another for the plainest
 driver    holds the libraries to plain loops, without Python; NEON's too, where a cross compiler and qemu are
 
 A share is drawn anew each time and printed; --share 3 repeats it, --share all runs all.
@@ -26,7 +26,7 @@ CPU = ROOT / "src" / "onchip" / "backends" / "cpu"
 ISA, HOME, SHARE = "ONCHIP_CPU_ISA", "ONCHIP_CHECKS_HOME", "ONCHIP_CHECKS_SHARE"
 CONTRACT = ("test_contract_native.py", "test_native.py")
 THREADS = "test_threads_change_no_bit"  # in every share: the contract itself runs on one thread
-SHARES = {"wheel": 4, "isas": 4, "sanitize": 8, "driver": 1}  # one of so many; 1 is all
+SHARES = {"wheel": 8, "isas": 8, "sanitize": 16, "driver": 1}  # one of so many; 1 is all
 ARM = "aarch64-linux-gnu"
 # Enough for the kernels' headers; the libraries bring instructions of their own.
 DRIVER_FLAGS = {"x86_64": ("-mavx2", "-mfma", "-mf16c"), "aarch64": (), "arm64": ()}

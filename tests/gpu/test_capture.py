@@ -195,8 +195,9 @@ def call(operands, dropout):
     return autograd.Call(problem, operands, triton, triton.tiles(problem))
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-@pytest.mark.parametrize("seed", [0, 11, 2**31, 2**40 + 5, 2**63 - 1, 2**63 + 9, 2**64 - 1])
+@pytest.mark.parametrize(
+    "seed, layout", [*((seed, "dense") for seed in (0, 2**31, 2**63 - 1, 2**64 - 1)), (2**40 + 5, "varlen")]
+)  # either word of it zero, negative or all ones
 @pytest.mark.usefixtures("small_tiles")
 def test_a_seed_on_the_device_draws_the_same_bits(seed, layout):
     problem, operands = stated(onchip.causal(), layout, dropout=0.4)
