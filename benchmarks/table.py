@@ -176,6 +176,28 @@ def tiles(run: dict) -> str:
     return "\n16384 tokens, heads x dim = 2048.\n\n" + rows(header, body)
 
 
+def order(run: dict) -> str:
+    """Milliseconds by how many heads' tiles are taken in turn; and of what else was tried."""
+    sections = ["one head", "12.5 MiB", "25 MiB", "37.5 MiB", "50 MiB"]
+    ideas = ["one head", "25 MiB", "one reciprocal a row", "and queries by the copy engine", "and output by it",
+             "rescaled where a score rises by 2^8", "FlashAttention-2"]  # fmt: skip
+
+    def table(names: list[str], kept: list[dict]) -> str:
+        about = ("pass", "dim", "seqlen", "mask", "run")
+        cells = [[f"{r['ms'][n]:.3f}" if n in r["ms"] else "" for n in names] for r in kept]
+        return rows(
+            [*about, *names], [[str(r[a]) for a in about] + line for r, line in zip(kept, cells, strict=True)]
+        )
+
+    unequal = [r for r in run["results"] if len(r["ms"].keys() & {*sections}) > 1]
+    forward = [r for r in run["results"] if r["pass"] == "forward" and "FlashAttention-2" in r["ms"]]
+    return (
+        f"\n### By section, ms\n\n{table(sections, unequal)}"
+        f"\n### Else tried in the forward pass, ms\n\nThe reciprocal in sections of 25 MiB, what follows beside it; "
+        f"the rare rescaling one head at a time.\n\n{table(ideas, forward)}"
+    )
+
+
 def watch(run: dict) -> str:
     header = [
         "run",
@@ -198,7 +220,8 @@ def main() -> None:
         ("Hopper backend", "h200-hopper", hopper),
         ("Hopper backend, other problems", "h200-hopper-others", others),
         ("Triton backend", "h200-triton", gpu),
-        ("Host time of one small call on six machines, microseconds", "h200-host", host),
+        ("Host time of one small call on seven machines, microseconds", "h200-host", host),
+        ("Triton backend: in which order programs take tiles", "h200-order", order),
         ("Triton backend: tiles tried for float32, and past dim 256", "h200-tiles", tiles),
         ("CPU: native kernels", "cpu-native", native),
         ("CPU: native kernels on a newer core (an earlier commit)", "cpu-native-zen5", native),

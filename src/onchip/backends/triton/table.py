@@ -25,7 +25,7 @@ class Facts(NamedTuple):
     major: int  # compute capability; 0 for AMD
     multiprocessors: int
     name: str  # as torch.cuda.get_device_name; empty under the interpreter
-    l2: int = 50 << 20  # bytes of L2 cache: an H200's where nothing is known
+    l2: int = 50 << 20  # bytes of L2 cache, as torch states them: 60 MiB of an H200
 
 
 # (pass, largest head dim, itemsize) -> Config; the first row that fits is taken.
@@ -97,8 +97,9 @@ SMALL: dict[tuple[str, int, int], Config] = {
 def l2_share(step: str, dim: int) -> float:
     """Of the L2 cache, for what the tiles of a section of heads read (`planning.sections`).
 
-    H200, 2026-12-02, bf16, causal, N = 2048, 8192 and 16384, best of 1/4, 1/2, 3/4 and 1. Dim 256 forward, whose tiles
-    have twice the queries for a read, gains 2 to 4 % by 3/4; at dim 128 backward 1/4 is 1 to 2 % better than 1/2.
+    H200 (60 MiB), 2026-12-02, bf16, causal, N = 2048, 8192 and 16384, best of 12.5, 25, 37.5 and 50 MiB. Forward at dim
+    256, whose tiles have twice the queries for a read, 37.5 takes 2 to 4 % less than 25; backward at dim 128, 12.5
+    takes 1 to 2 % less (benchmarks/results/h200-order.json).
     """
     if step == "forward":
         return 0.75 if dim > 128 else 0.5
