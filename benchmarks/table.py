@@ -189,10 +189,10 @@ def order(run: dict) -> str:
             [*about, *names], [[str(r[a]) for a in about] + line for r, line in zip(kept, cells, strict=True)]
         )
 
-    unequal = [r for r in run["results"] if len(r["ms"].keys() & {*sections}) > 1]
+    cut = [r for r in run["results"] if len(r["ms"].keys() & {*sections}) > 1]
     forward = [r for r in run["results"] if r["pass"] == "forward" and "FlashAttention-2" in r["ms"]]
     return (
-        f"\n### By section, ms\n\n{table(sections, unequal)}"
+        f"\n### By section, ms\n\n{table(sections, cut)}"
         f"\n### Else tried in the forward pass, ms\n\nThe reciprocal in sections of 25 MiB, what follows beside it; "
         f"the rare rescaling one head at a time.\n\n{table(ideas, forward)}"
     )

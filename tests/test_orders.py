@@ -21,6 +21,7 @@ MASKS = {
     "causal": onchip.causal(),
     "top left": onchip.causal(align="top_left"),
     "window": onchip.window(100, 40),
+    "left": onchip.window(100, None),
     "prefix": onchip.prefix(70),
     "documents": onchip.causal() & onchip.documents(cu_seqlens=torch.tensor([0, 90, 250])),
     "blocks": onchip.block_sparse(torch.tensor([[1, 0, 1], [0, 1, 1]]).bool(), tile=(128, 100)),
@@ -46,15 +47,17 @@ def visits(backend, step, name, seqlen_q, seqlen_k, mask):
     return list(found.items())
 
 
-def by_list(problem, mask, place, by_key, rows=False):
+def by_list(problem, mask, place, by_key, rows=False, ordered=True):
     """What a kernel reads off its lists of tiles: partial ones, then full ones."""
     x = torch.empty(0)
     made, _ = lists.build(problem, Operands(x, x, x, place, mask, onchip.Score()), TILES, by_key, rows)
     if made is None:
         return None
     lengths = made.counts[0, 0].sum(-1).tolist()
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return [(i, made.tiles[0, 0, i, : lengths[i]].tolist()) for i in longest_first]
+    order = range(len(lengths))
+    if ordered:
+        order = sorted(order, key=lambda i: -lengths[i])
+    return [(i, made.tiles[0, 0, i, : lengths[i]].tolist()) for i in order]
 
 
 def by_span(seqlen_q, seqlen_k, band, flipped=False):
@@ -80,15 +83,17 @@ PASSES = {
 def test_triton_s_order(name, sweep):
     (step, by_key), mask, place = PASSES[sweep], MASKS[name], Dense(1, 200, 250)
     band = mask.band or rules.Band()
+    problem = stated(200, 250, mask)
+    elements = "elements" in problem.mask_parts
+    left, right = ((band.left, band.top_left) != (None, None)), ((band.right, band.top_right) != (None, None))
+    backwards = left and not right if by_key else right
     if mask.rows and not by_key:  # what intervals leave of the band is read in the kernel itself
-        found = by_list(stated(200, 250, mask), mask, place, False, True)
-        wanted, listed = sorted((i, sorted(tiles)) for i, tiles in found), False
+        wanted = [(i, sorted(tiles)) for i, tiles in by_list(problem, mask, place, False, True, False)]
     else:
-        wanted = by_list(stated(200, 250, mask), mask, place, by_key)
-        listed = wanted is not None
+        wanted = by_list(problem, mask, place, by_key, ordered=not elements)
+        backwards = backwards and (wanted is None or elements)
         wanted = wanted or by_span(200, 250, band, by_key)
-    if not by_key and band.right is not None and not listed:
-        wanted = wanted[::-1]
+    wanted = wanted[::-1] if backwards else wanted
     assert visits("triton", step, sweep, 200, 250, mask) == wanted
 
 

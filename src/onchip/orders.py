@@ -47,8 +47,10 @@ class Sweep:
     keeps: bool = False  # what several tiles share of a mask's or score's tensor is moved once
     # How a backend chooses and orders the tiles to visit.
     backwards: tuple[str, ...] = ()  # the outer tiles, where the mask's band is bounded by one of these
+    forwards: tuple[str, ...] = ()  # and by none of these
     descending: bool = False  # the inner tiles, from the last to the first
-    listed: bool = False  # the inner tiles, from a list: partial ones, then full ones; the longest list first
+    listed: bool = False  # the inner tiles, from a list: partial ones, then full ones
+    by_length: bool = False  # the outer tiles, the one of the longest list first
     never_none: bool = False  # an outer tile that sees nothing visits the first inner one, and masks it
     by_rules: bool = False  # parts of the mask other than bands and intervals hide elements, but skip no tile
     looks: bool = False  # at the mask's elements in every visited tile, not in partial ones alone

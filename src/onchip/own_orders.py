@@ -17,6 +17,8 @@ from onchip.tiles import Tiles
 if TYPE_CHECKING:
     from onchip.problem import Problem
 
+_LEFT, _RIGHT = ("left", "top_left"), ("right", "top_right")
+
 
 def sweeps(
     problem: Problem,
@@ -162,16 +164,17 @@ def _triton(problem: Problem, tiles: Tiles | None, by_head: bool, device: str | 
     Lists of tiles are made where the mask holds more than bands and intervals; over a cache, whose lengths are on the
     device, there are none.
     """
-    from onchip.backends.triton.planning import known_facts, shares
+    from onchip.backends.triton.planning import by_length, known_facts, shares
     from onchip.backends.triton.table import packs
 
     pack = packs(problem, by_head)
     found = tiles or chosen_tiles(replace(problem, seqlen_q=problem.seqlen_q * pack), "triton", device)
     own = Tiles(max(found.tile_m // pack, 1), found.tile_n)
     stores, products, cached = ("out", "lse"), ("dim", "dim_v"), problem.layout in ("cache", "paged")
+    listed = _listed(problem, "rows") and not cached
     attend = Sweep(
         "attend", "q", own, ("q",), stores, (), ("k", "v", "bias"), (), orders.STORED, products, stacked=pack > 1,
-        backwards=("right",), listed=_listed(problem, "rows") and not cached, by_rules=cached, looks=cached,
+        backwards=_RIGHT, listed=listed, by_length=listed and by_length(problem), by_rules=cached, looks=cached,
     )  # fmt: skip
     split = shares(problem, own, pack, known_facts(device).multiprocessors)
     return _by_shares(attend, split, ("partial", "partial_lse"))
@@ -192,7 +195,7 @@ def _hopper(problem: Problem, tiles: Tiles | None, by_head: bool) -> tuple[Sweep
     return (
         Sweep(
             "attend", "q", own, ("q",), stores, (), ("k", "v", "bias"), (), orders.STORED, products, stacked=pack > 1,
-            backwards=("right", "top_right"), descending=not listed, listed=listed, never_none=True,
+            backwards=_RIGHT, descending=not listed, listed=listed, by_length=listed, never_none=True,
         ),
     )  # fmt: skip
 
@@ -210,7 +213,7 @@ def _triton_backward(
     The gradient of a bias is one more, through every tile. It is taken to read a tile's rows anew, as it does where the
     bias has keys; of packed sequences it visits the tiles of the longest, which is left out.
     """
-    from onchip.backends.triton.planning import delta_tile, known_facts
+    from onchip.backends.triton.planning import by_length, delta_tile, known_facts
     from onchip.backends.triton.table import config, separate
 
     def own(name: str) -> Tiles:
@@ -220,7 +223,8 @@ def _triton_backward(
     def by_keys(name: str, loads: tuple, stores: tuple, visits: tuple, products: tuple) -> Sweep:
         looks, listed = orders.STORED, _listed(problem)
         return Sweep(
-            name, "k", own(name), loads, stores, (), (*visits, "bias"), (), looks, products, listed=listed
+            name, "k", own(name), loads, stores, (), (*visits, "bias"), (), looks, products, backwards=_LEFT,
+            forwards=_RIGHT, listed=listed, by_length=listed and by_length(problem),
         )  # fmt: skip
 
     delta = Tiles(delta_tile(problem), own("dq").tile_n)
@@ -237,11 +241,11 @@ def _triton_backward(
         products = ("dim", "dim_v", "dim_v", "dim")  # S, dV, dP, dK
         found.append(by_keys("dkdv", ("k", "v"), ("dk", "dv"), rows, products))
     if {"q", "alibi"} & set(needs):
-        products = ("dim", "dim_v", "dim")  # S, dP, dQ
+        products, listed = ("dim", "dim_v", "dim"), _listed(problem, "rows")  # S, dP, dQ
         found.append(
             Sweep(
                 "dq", "q", own("dq"), rows, ("dq",), (), ("k", "v", "bias"), (), orders.STORED, products,
-                backwards=("right",), listed=_listed(problem, "rows"),
+                backwards=_RIGHT, listed=listed, by_length=listed and by_length(problem),
             )
         )  # fmt: skip
     if "bias" in needs:

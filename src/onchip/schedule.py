@@ -30,7 +30,7 @@ _OPEN = 3  # its parts do not decide it
 
 # Elements of one look at a stretch of a tile row: about 32 MiB of int64 temporaries.
 _LOOK = 1 << 22
-_KEEP = 64  # of each mask: some 7 a shape of a training or serving loop, lists and launches of its passes
+_KEEP = 96  # of each mask: some 10 a shape of a training or serving loop, lists and launches of its passes
 
 
 @dataclass(frozen=True, eq=False)

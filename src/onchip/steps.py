@@ -151,10 +151,10 @@ def _sweep(
     looked = amounts.looked(sweep, group).tolist()
     grid = _Grid(problem, sweep, heights, widths, _visits(sweep, group), looked, held)
     outer = range(len(grid.visits))
-    if sweep.listed:  # as compiled/lists.py has them, the longest first
+    if sweep.by_length:  # as compiled/lists.py has them
         lengths = (group.kinds != EMPTY).sum(1 if grid.by_rows else 0)
         outer = lengths.argsort(descending=True, stable=True).tolist()
-    elif mask.band is not None and any(getattr(mask.band, bound) is not None for bound in sweep.backwards):
+    elif _bounded(mask, sweep.backwards) and not _bounded(mask, sweep.forwards):
         outer = outer[::-1]
     last = {j: i for i in outer for j in grid.visits[i]}
     done: set[int] = set()
@@ -166,6 +166,11 @@ def _sweep(
             store = grid.once(sweep.once_store, None, j)
             if load or store:
                 yield (*grid.place(None, j), load, store)
+
+
+def _bounded(mask: Mask, by: tuple[str, ...]) -> bool:
+    """Whether its band is, by one of these edges."""
+    return mask.band is not None and any(getattr(mask.band, edge) is not None for edge in by)
 
 
 def _visits(sweep: Sweep, group: Group) -> list[list[int]]:

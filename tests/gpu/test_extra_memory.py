@@ -82,13 +82,18 @@ def held_by(run, results, mask, monkeypatch):
     run()
     staying, held = kept(mask), Held()
     gc.freeze()  # what is there already needs no look after each operation: a collection takes a tenth
-    with monkeypatch.context() as patch:
-        for module, name in ((intervals, "rows"), (arguments, "mask_function")):  # on the way to intervals
-            patch.setattr(module, name, without("looks", getattr(module, name), held))
-        patch.setattr(Step, "run", without("sees", Step.run, held))  # the interpreter's own copies
-        with held:
-            found = run()
-    gc.unfreeze()
+    try:
+        with monkeypatch.context() as patch:
+            for module, name in (
+                (intervals, "rows"),
+                (arguments, "mask_function"),
+            ):  # on the way to intervals
+                patch.setattr(module, name, without("looks", getattr(module, name), held))
+            patch.setattr(Step, "run", without("sees", Step.run, held))  # the interpreter's own copies
+            with held:
+                found = run()
+    finally:
+        gc.unfreeze()
     return held.most(results(found)) + staying, found
 
 

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import onchip
 from onchip import capture, problem as problems, schedule
 from onchip.backends.compiled import lists
-from onchip.backends.triton import planning
+from onchip.backends.triton import backward_kernels, forward_kernels, planning, tune
 from onchip.backends.triton.parts import tile_of
-from onchip.backends.triton.table import Facts
+from onchip.backends.triton.table import Config, Facts
 from onchip.tiles import Tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,14 +124,14 @@ def test_the_longest_rows_come_first_and_stay_so(monkeypatch):
         place, problem = problems.dense(q, k, v, mask, None, None, 0.0, True)
         operands = problems.Operands(q, k, v, place, mask, onchip.Score())
         found, _ = lists.build(problem, operands, tiles, False, rows=True)
-        order = lists.longest_first(problem, operands, tiles, found, False)
+        order = lists.longest_first(problem, operands, tiles, found)
         lengths = found.counts.sum(-1).gather(-1, order.long())
         assert (lengths[..., :-1] >= lengths[..., 1:]).all() and lengths.unique().numel() > 2
         assert torch.equal(order.sort(-1).values, torch.arange(13, device=DEVICE).expand_as(order).int())
-        assert lists.longest_first(problem, operands, tiles, found, False) is order
+        assert lists.longest_first(problem, operands, tiles, found) is order
         with monkeypatch.context() as patch:
             patch.setattr(capture, "capturing", lambda device: True)
-            assert (lists.longest_first(problem, operands, tiles, found, False) is order) == lasts
+            assert (lists.longest_first(problem, operands, tiles, found) is order) == lasts
 
 
 def test_one_tensor_as_query_key_and_value():
@@ -182,17 +184,79 @@ def test_every_tile_is_some_program_s_the_longest_of_a_section_first(
         assert len({t[1:] for t in within}) == section
 
 
+@triton.jit
+def order_kernel(out, heads_of, lists, order, blocks, section, heads, GROUP: tl.constexpr):
+    i, head, b = tile_of(tl.program_id(0), blocks, section, heads, lists, order, False, GROUP)
+    tl.store(out + tl.program_id(0), i)
+    tl.store(heads_of + tl.program_id(0), b * heads + head)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 1), (1, 6), (1, 1)])
+def test_programs_go_by_the_lists_of_their_first_query_head(shape):
+    """Rows of a list for all heads, or all sequences, or of each; three query heads a key head."""
+    kinds = torch.rand(*shape, 7, 9, device=DEVICE).lt(torch.linspace(0.1, 0.9, 7, device=DEVICE)[:, None])
+    made, _ = lists._lists(kinds.to(torch.uint8), True)
+    lengths = made.counts.sum(-1)
+    order = lengths.argsort(dim=-1, descending=True, stable=True).int()
+    out, heads_of = (torch.empty(4 * 9, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    order_kernel[(4 * 9,)](out, heads_of, made, order, 9, 2, 2, 3)
+    wanted = order.expand(2, 6, 9)[:, ::3].flatten(0, 1)
+    for number in range(4):
+        assert torch.equal(out[heads_of == number], wanted[number])
+
+
+@pytest.mark.parametrize(
+    "mask, query_rows, key_rows",
+    [
+        (onchip.causal(), [3, 2, 1, 0], [0, 1, 2, 3]),
+        (onchip.causal(align="top_left"), [3, 2, 1, 0], [0, 1, 2, 3]),
+        (onchip.window(40, None), [0, 1, 2, 3], [3, 2, 1, 0]),
+        (onchip.Mask(), [0, 1, 2, 3], [0, 1, 2, 3]),
+    ],
+    ids=["causal", "top left", "left", "full"],
+)
+def test_bands_take_their_longest_tiles_first(mask, query_rows, key_rows, monkeypatch):
+    """As the kernels call it, and as the animation plays it."""
+    if DEVICE == "cuda":
+        pytest.skip("the interpreter alone calls a function that a test can wrap")
+    found, real = [], tile_of.fn
+
+    def seen(*args, **options):
+        result = real(*args, **options)
+        found.append(int(result[0].handle.data.item()))
+        return result
+
+    for module in (forward_kernels, backward_kernels):
+        monkeypatch.setattr(module, "tile_of", seen)
+    for step, wanted, rows in (
+        ("forward", "", query_rows), ("dq", "q", query_rows), ("dkdv", "kv", key_rows)
+    ):  # fmt: skip
+        q, k, v = (torch.randn(1, 64, 1, 16, requires_grad=name in wanted) for name in "qkv")
+        leaves = [x for x in (q, k, v) if x.requires_grad]
+        run = lambda: onchip.attention(q, k, v, mask=mask, backend="triton")  # noqa: B023, E731
+        if leaves:
+            out = run()
+            run = lambda: torch.autograd.grad(out.sum(), leaves)  # noqa: B023, E731
+        found.clear()
+        tune.using(step, Config(16, 16, 4, 1), run)
+        assert found == rows, step
+
+
 def test_sections_by_what_differs_in_length():
     """One head at a time where all tiles are as long, or there is but one; else as many as share the L2 cache."""
 
-    def count(mask, step="forward", seqlen=2048, dim=64, listed=False, blocks=16, heads=4):
+    def count(mask, step="forward", seqlen=2048, dim=64, blocks=16, heads=4):
         x = torch.empty(2, seqlen, heads, dim, dtype=torch.float16, device="meta")
         problem = problems.state(x, x, x, problems.dense_layout(x, x, x), "dense", mask, None, device="cpu")
-        return planning.sections(problem, step, blocks, heads, listed, Facts(9, 132, "", 32 << 20))
+        return planning.sections(problem, step, blocks, heads, Facts(9, 132, "", 32 << 20))
 
-    causal, window = onchip.causal(), onchip.window(100, 0)
-    assert count(onchip.Mask()) == count(window) == count(causal, blocks=1) == 1
-    assert count(causal) == count(onchip.window(None, 5)) == count(window, listed=True) == 8
+    causal, window, blocks = onchip.causal(), onchip.window(100, 0), torch.ones(8, 8) > 0
+    sparse, where = onchip.block_sparse(blocks, tile=(256, 256)), onchip.where(lambda b, h, q, k: k <= q)
+    for mask in (onchip.Mask(), window, where, window & where):
+        assert count(mask) == 1
+    assert count(causal, blocks=1) == count(causal & where) == count(where, "dkdv") == 1
+    for mask in (causal, onchip.causal(align="top_left"), onchip.window(None, 5), sparse, window & sparse):
+        assert count(mask) == count(mask, "dkdv") == 8
     # Keys and values of a head: 8 MiB. Half of the cache holds two of them, at dim 256 three quarters of it three.
     assert count(causal, seqlen=32768) == 2 and count(causal, seqlen=8192, dim=256) == 2
     assert count(causal, seqlen=8192, dim=256, heads=3) == 3
@@ -201,7 +265,7 @@ def test_sections_by_what_differs_in_length():
 
 
 def test_lists_of_heads_that_share_keys():
-    """Each query head has its own lists; those of a key head's first one order its programs."""
+    """Each query head has its own."""
     generator = torch.Generator().manual_seed(3)
     visible = torch.rand(1, 6, 5, 7, generator=generator).to(DEVICE) < torch.linspace(
         0.1, 0.9, 7, device=DEVICE

@@ -38,13 +38,15 @@ def size(
     tiles: Tiles,
     by_key: bool,
     rows: bool = False,
+    ordered: bool = True,
 ) -> int:
-    """Bytes of what `build` and `longest_first` make, which stays with the mask: an int32 a tile, three a row."""
+    """Bytes of what `build` makes, which stays with the mask: an int32 a tile, and two a row of them; `ordered`: and
+    of `longest_first`."""
     if not needed(problem, by_key, rows):
         return 0
     batch, heads, *blocks = _shape(problem, operands, tiles)
     lists, width = reversed(blocks) if by_key else blocks
-    return 4 * batch * heads * lists * (width + 3)
+    return 4 * batch * heads * lists * (width + (3 if ordered else 2))
 
 
 def build(
@@ -67,13 +69,11 @@ def build(
 
 
 def longest_first(
-    problem: Problem, operands: Operands, tiles: Tiles, lists: Lists | None, by_key: bool
-) -> Tensor | None:
+    problem: Problem, operands: Operands, tiles: Tiles, lists: Lists, by_key: bool = False
+) -> Tensor:
     """Numbers of the rows of `build`'s lists, by how many tiles they visit: programs that take them so end together.
-    Strided as the rows, and kept as the lists are; None without lists.
+    Strided as the rows, and kept as the lists are.
     """
-    if lists is None:
-        return None
     make = lambda: lists.counts.sum(-1).argsort(dim=-1, descending=True, stable=True).int()  # noqa: E731
     return _kept(problem, operands, ("order", by_key, tiles), make)
 

@@ -180,7 +180,7 @@ class Attend:
         if parts:
             tiles = Tiles(made.chosen.tile_m // C.pack, C.tile_n)
             tiles_of, width = lists.build(problem, operands, tiles, False, rows=True)
-            order = lists.longest_first(problem, operands, tiles, tiles_of, False)
+            order = lists.longest_first(problem, operands, tiles, tiles_of)
             if not C.exact:
                 function, mask_args = arguments.mask_function(problem, operands)
             rows_of = intervals.rows(problem, operands)

@@ -199,7 +199,9 @@ def dkdv_kernel(q: View, k: View, v: View, dout: View, q_desc, do_desc, stats: S
         or (MOD is not None)
     )
     pid = tl.program_id(0)
-    j, head_k, b = tile_of(pid, n_blocks, section, heads_q // GROUP, lists, order, False, GROUP)
+    LEFT: tl.constexpr = (band.left is not None) or (band.top_left is not None)
+    RIGHT: tl.constexpr = (band.right is not None) or (band.top_right is not None)
+    j, head_k, b = tile_of(pid, n_blocks, section, heads_q // GROUP, lists, order, LEFT and not RIGHT, GROUP)
     q_start, k_start, q_len, k_len = sequence(place, b, len_q, len_k, 0)
     n0 = j * TILE_N
     if n0 >= k_len:
@@ -297,7 +299,8 @@ def dq_kernel(q: View, k: View, v: View, dout: View, k_desc, v_desc, stats: Stat
         or (MOD is not None)
     )
     pid = tl.program_id(0)
-    i, h, b = tile_of(pid, m_blocks, section, heads_q, lists, order, band.right is not None, 1)
+    RIGHT: tl.constexpr = (band.right is not None) or (band.top_right is not None)
+    i, h, b = tile_of(pid, m_blocks, section, heads_q, lists, order, RIGHT, 1)
     head_k = h // GROUP
     q_start, k_start, q_len, k_len = sequence(place, b, len_q, len_k, 0)
     if i * TILE_M >= q_len:

@@ -16,6 +16,7 @@ from onchip.backends.triton.arguments import Launch, view, with_values
 from onchip.backends.triton.bias_kernel import dbias_kernel
 from onchip.backends.triton.parts import Statistics
 from onchip.backends.triton.planning import (
+    by_length,
     delta_tile,
     device_facts,
     key_passes,
@@ -219,8 +220,10 @@ def _key_step(launch: Launch, name: str) -> tuple[Step, Config]:
     n_blocks = -(-problem.seqlen_k // chosen.tile_n)
     tiles = Tiles(chosen.tile_m, chosen.tile_n)
     tiles_of, width = lists.build(problem, launch.operands, tiles, True)
-    order = lists.longest_first(problem, launch.operands, tiles, tiles_of, True)
-    section = sections(problem, name, n_blocks, problem.heads_k, tiles_of is not None, _facts(launch))
+    order = None
+    if tiles_of and by_length(problem):
+        order = lists.longest_first(problem, launch.operands, tiles, tiles_of, by_key=True)
+    section = sections(problem, name, n_blocks, problem.heads_k, _facts(launch))
     function, mask_args = launch.mask_function(tiles)
     step = Step(
         kernels.dkdv_kernel, (n_blocks * problem.heads_k * problem.batch,),
@@ -236,8 +239,10 @@ def _query_step(launch: Launch, name: str) -> tuple[Step, Config]:
     m_blocks = -(-problem.seqlen_q // chosen.tile_m)
     tiles = Tiles(chosen.tile_m, chosen.tile_n)
     tiles_of, width = lists.build(problem, launch.operands, tiles, False)
-    order = lists.longest_first(problem, launch.operands, tiles, tiles_of, False)
-    section = sections(problem, name, m_blocks, problem.heads_q, tiles_of is not None, _facts(launch))
+    order = None
+    if tiles_of and by_length(problem):
+        order = lists.longest_first(problem, launch.operands, tiles, tiles_of, by_key=False)
+    section = sections(problem, name, m_blocks, problem.heads_q, _facts(launch))
     function, mask_args = launch.mask_function(tiles)
     step = Step(
         kernels.dq_kernel, (m_blocks * problem.heads_q * problem.batch,),

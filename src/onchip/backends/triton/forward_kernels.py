@@ -120,9 +120,8 @@ def forward_kernel(q: View, k: View, v: View, k_desc, v_desc, place: Place, new,
     )
     pid = tl.program_id(0)
     steps = heads_q // PACK
-    i, head, b = tile_of(
-        pid, m_blocks, section, steps, lists, order, band.right is not None, 1
-    )  # head: of packs
+    RIGHT: tl.constexpr = (band.right is not None) or (band.top_right is not None)
+    i, head, b = tile_of(pid, m_blocks, section, steps, lists, order, RIGHT, 1)  # head: of packs
     seed = philox_key(seed_lo, seed_hi)
     q_start, k_start, q_len, k_len = sequence(place, b, len_q, len_k, new)
     if i * TILE_Q >= q_len:

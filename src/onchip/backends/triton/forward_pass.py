@@ -18,7 +18,7 @@ from onchip.backends.triton.arguments import (
 )
 from onchip.backends.triton.forward_kernels import combine_kernel, forward_kernel
 from onchip.backends.triton.parts import View
-from onchip.backends.triton.planning import cut, device_facts, keeps_rest, partial_shapes, sections
+from onchip.backends.triton.planning import by_length, cut, device_facts, keeps_rest, partial_shapes, sections
 from onchip.problem import Operands, Output, Problem
 
 
@@ -64,8 +64,12 @@ class Forward:
         m_blocks = -(-problem.seqlen_q // tiles.tile_m)
         programs = m_blocks * problem.heads_q // pack * problem.batch
         tiles_of, width = lists.build(problem, operands, tiles, False)
-        order = lists.longest_first(problem, operands, tiles, tiles_of, False)
-        section = sections(problem, name, m_blocks, problem.heads_q // pack, tiles_of is not None, facts)
+        order = (
+            lists.longest_first(problem, operands, tiles, tiles_of)
+            if tiles_of and by_length(problem)
+            else None
+        )
+        section = sections(problem, name, m_blocks, problem.heads_q // pack, facts)
         function, mask_args = launch.mask_function(tiles)
         scale = problem.scale
         self.attend = Step(

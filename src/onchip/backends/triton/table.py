@@ -25,7 +25,7 @@ class Facts(NamedTuple):
     major: int  # compute capability; 0 for AMD
     multiprocessors: int
     name: str  # as torch.cuda.get_device_name; empty under the interpreter
-    l2: int = 50 << 20  # bytes of L2 cache, as torch states them: 60 MiB of an H200
+    l2: int = 60 << 20  # bytes of L2 cache, as torch states them; where nothing is known, an H200's
 
 
 # (pass, largest head dim, itemsize) -> Config; the first row that fits is taken.
@@ -99,7 +99,7 @@ def l2_share(step: str, dim: int) -> float:
 
     H200 (60 MiB), 2026-12-02, bf16, causal, N = 2048, 8192 and 16384, best of 12.5, 25, 37.5 and 50 MiB. Forward at dim
     256, whose tiles have twice the queries for a read, 37.5 takes 2 to 4 % less than 25; backward at dim 128, 12.5
-    takes 1 to 2 % less (benchmarks/results/h200-order.json).
+    takes 1 to 3 % less (benchmarks/results/h200-order.json). Shares of 60 make sections of as many heads.
     """
     if step == "forward":
         return 0.75 if dim > 128 else 0.5
