@@ -57,17 +57,20 @@ PRODUCTS = {"forward_kernel", "dkdv_kernel", "dq_kernel", "dbias_kernel"}
 NEWEST = Path(sys.prefix) / "triton-newest"
 
 
+def lines_of(script: str, *arguments: str, more_path: tuple[Path, ...] = (), given: str = "") -> list:
+    """What a script of this folder prints as lines of JSON, compiling; under the Triton of `more_path` if given."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, more_path), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, Path(__file__).with_name(script), *arguments]
+    run = subprocess.run(command, input=given, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
 def compiled(target: str, *more_path: Path, cases: tuple[str, ...] = ()) -> list[dict]:
     """What compile_kernels.py says of each kernel, of all its cases or of these; under the Triton of `more_path` if
     given."""
-    script = Path(__file__).with_name("compile_kernels.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, more_path), environment.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, script, target, *cases], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = lines_of("compile_kernels.py", target, *cases, more_path=more_path)
     assert {k["kernel"] for k in kernels} >= (PRODUCTS - {"dbias_kernel"} if cases else PRODUCTS)
     assert not cases or {k["case"] for k in kernels} == {*cases}
     return kernels

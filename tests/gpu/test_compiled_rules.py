@@ -3,18 +3,14 @@
 import itertools
 import json
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import rules_kernel as kernel
 import torch
 import triton
 import triton.language as tl
-from test_compile import NEWEST
+from test_compile import NEWEST, lines_of
 
 from onchip import rules
 from onchip.backends.compiled.rules import modify, modify_grad, tanh
@@ -69,14 +65,7 @@ def test_a_kernel_that_runs(cases):
 
 @pytest.mark.parametrize("more_path", [(), *([(NEWEST,)] if NEWEST.exists() else [])], ids=str)
 def test_what_the_compiler_makes_of_it(cases, more_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, more_path), environment.get("PYTHONPATH", "")])
-    script = Path(kernel.__file__)
-    run = subprocess.run(
-        [sys.executable, script], input=json.dumps(cases), env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    found = lines_of("rules_kernel.py", more_path=more_path, given=json.dumps(cases))
     for case, numbers in zip(cases, found, strict=True):
         assert numbers == [x for row in case["rows"] for x in by_cpython(row, case["bounded"])], case
 

@@ -84,10 +84,8 @@ def held_by(run, results, mask, monkeypatch):
     gc.freeze()  # what is there already needs no look after each operation: a collection takes a tenth
     try:
         with monkeypatch.context() as patch:
-            for module, name in (
-                (intervals, "rows"),
-                (arguments, "mask_function"),
-            ):  # on the way to intervals
+            on_the_way_to_intervals = (intervals, "rows"), (arguments, "mask_function")
+            for module, name in on_the_way_to_intervals:
                 patch.setattr(module, name, without("looks", getattr(module, name), held))
             patch.setattr(Step, "run", without("sees", Step.run, held))  # the interpreter's own copies
             with held:

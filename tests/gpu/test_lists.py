@@ -205,41 +205,41 @@ def test_programs_go_by_the_lists_of_their_first_query_head(shape):
         assert torch.equal(out[heads_of == number], wanted[number])
 
 
-@pytest.mark.parametrize(
-    "mask, query_rows, key_rows",
-    [
-        (onchip.causal(), [3, 2, 1, 0], [0, 1, 2, 3]),
-        (onchip.causal(align="top_left"), [3, 2, 1, 0], [0, 1, 2, 3]),
-        (onchip.window(40, None), [0, 1, 2, 3], [3, 2, 1, 0]),
-        (onchip.Mask(), [0, 1, 2, 3], [0, 1, 2, 3]),
-    ],
-    ids=["causal", "top left", "left", "full"],
-)
-def test_bands_take_their_longest_tiles_first(mask, query_rows, key_rows, monkeypatch):
-    """As the kernels call it, and as the animation plays it."""
-    if DEVICE == "cuda":
-        pytest.skip("the interpreter alone calls a function that a test can wrap")
-    found, real = [], tile_of.fn
+if DEVICE == "cpu":  # only the interpreter calls a function that a test has wrapped
 
-    def seen(*args, **options):
-        result = real(*args, **options)
-        found.append(int(result[0].handle.data.item()))
-        return result
+    @pytest.mark.parametrize(
+        "mask, query_rows, key_rows",
+        [
+            (onchip.causal(), [3, 2, 1, 0], [0, 1, 2, 3]),
+            (onchip.causal(align="top_left"), [3, 2, 1, 0], [0, 1, 2, 3]),
+            (onchip.window(40, None), [0, 1, 2, 3], [3, 2, 1, 0]),
+            (onchip.Mask(), [0, 1, 2, 3], [0, 1, 2, 3]),
+        ],
+        ids=["causal", "top left", "left", "full"],
+    )
+    def test_bands_take_their_longest_tiles_first(mask, query_rows, key_rows, monkeypatch):
+        """As the kernels call `tile_of`."""
+        found, real = [], tile_of.fn
 
-    for module in (forward_kernels, backward_kernels):
-        monkeypatch.setattr(module, "tile_of", seen)
-    for step, wanted, rows in (
-        ("forward", "", query_rows), ("dq", "q", query_rows), ("dkdv", "kv", key_rows)
-    ):  # fmt: skip
-        q, k, v = (torch.randn(1, 64, 1, 16, requires_grad=name in wanted) for name in "qkv")
-        leaves = [x for x in (q, k, v) if x.requires_grad]
-        run = lambda: onchip.attention(q, k, v, mask=mask, backend="triton")  # noqa: B023, E731
-        if leaves:
-            out = run()
-            run = lambda: torch.autograd.grad(out.sum(), leaves)  # noqa: B023, E731
-        found.clear()
-        tune.using(step, Config(16, 16, 4, 1), run)
-        assert found == rows, step
+        def seen(*args, **options):
+            result = real(*args, **options)
+            found.append(int(result[0].handle.data.item()))
+            return result
+
+        for module in (forward_kernels, backward_kernels):
+            monkeypatch.setattr(module, "tile_of", seen)
+        for step, wanted, rows in (
+            ("forward", "", query_rows), ("dq", "q", query_rows), ("dkdv", "kv", key_rows)
+        ):  # fmt: skip
+            q, k, v = (torch.randn(1, 64, 1, 16, requires_grad=name in wanted) for name in "qkv")
+            leaves = [x for x in (q, k, v) if x.requires_grad]
+            run = lambda: onchip.attention(q, k, v, mask=mask, backend="triton")  # noqa: B023, E731
+            if leaves:
+                out = run()
+                run = lambda: torch.autograd.grad(out.sum(), leaves)  # noqa: B023, E731
+            found.clear()
+            tune.using(step, Config(16, 16, 4, 1), run)
+            assert found == rows, step
 
 
 def test_sections_by_what_differs_in_length():
